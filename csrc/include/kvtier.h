@@ -1,0 +1,109 @@
+#pragma once
+
+// The public C ABI of the kvtier plug-in: what Python (and any other host program) may call. The library is at the same
+// time a ggml backend (it exports ggml_backend_init), so a program loads it once through ggml_backend_load or
+// GGML_BACKEND_PATH and finds these symbols in the same image.
+//
+// This header is parsed by cffi as it is: plain C declarations, no macros that matter, one declaration at a time.
+// Lines between the markers CFFI-BEGIN and CFFI-END are what Python reads.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvtier-errors.h"
+
+#if defined(_WIN32)
+#    define KVT_API __declspec(dllexport)
+#else
+#    define KVT_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A domain is one set of tiers with its budgets and its store: all KV buffers that a llama.cpp context allocates while the
+// domain is bound belong to it. A program that never binds one gets a default domain from KVTIER_CONFIG at the first
+// cache allocation.
+typedef struct kvt_domain kvt_domain;
+
+// CFFI-BEGIN
+typedef struct {
+    uint64_t budget_bytes;
+    uint64_t used_bytes;          // bytes of pages
+    uint64_t held_bytes;          // bytes taken from the system (slabs, slots)
+    uint64_t n_pages;
+    uint64_t bytes_by_format[6];  // f32, f16, bf16, q8_0, q4_0, q4_1
+} kvt_tier_figures;
+
+typedef struct {
+    kvt_tier_figures tier[5];     // none, device, host, disk, remote
+    uint64_t n_hits;
+    uint64_t n_misses;
+    uint64_t n_prefetched;
+    uint64_t n_prefetch_used;
+    uint64_t n_evicted;
+    uint64_t n_recalled;
+    uint64_t disk_read_bytes;
+    uint64_t disk_write_bytes;
+    uint64_t disk_reads;
+    uint64_t disk_writes;
+    uint64_t stall_us;
+    uint64_t peak_host_bytes;
+    uint64_t n_attention;         // attention operations computed by us
+    uint64_t k_bytes_read;        // bytes of keys and values that attention read
+    uint64_t v_bytes_read;
+    uint64_t pages_read;
+    uint64_t pages_skipped;       // masked out as a whole
+    uint64_t n_fallback;          // operations on cache tensors that went to the CPU backend
+} kvt_figures;
+
+typedef struct {
+    uint32_t array;
+    int32_t  layer;
+    int32_t  n_head_kv;
+    int32_t  d_k;
+    int32_t  d_v;                 // 0: V is a view of K
+    int32_t  page_tokens;
+    uint32_t n_streams;
+    uint32_t cells_per_stream;
+    uint32_t n_pages;
+    uint64_t n_mass_steps;
+    const float * token_mean;     // [n_pages*page_tokens], owned by the domain, valid until the cache is freed
+    const float * token_max;
+    const float * page_mean;      // [n_pages]
+    const float * page_max;
+} kvt_layer_figures;
+
+// a page is about to leave the host tier, or has come back; data is valid only during the call
+typedef void (*kvt_offload_fn)(void * user, uint32_t array, uint32_t page, int32_t layer, int tier, const void * data, size_t n_bytes, int fmt_k, int fmt_v);
+
+const char * kvt_version(void);
+const char * kvt_error_name(int code);
+const char * kvt_error_message(int code);
+const char * kvt_last_error(void);                 // of this thread's last failing kvt_ call, or the domain bound to it; never NULL
+const char * kvt_ggml_version(void);               // the ggml this library is running on, "" if not loaded as a backend
+const char * kvt_isa(void);
+int          kvt_isa_set(const char * name);
+
+// Settings are "key=value" pairs separated by commas or newlines (the syntax of KVTIER_CONFIG, which may also be "@FILE"):
+//   host=BYTES disk=BYTES dir=PATH host-k=FMT host-v=FMT disk-k=FMT disk-v=FMT page-tokens=N io-threads=N
+//   protect-first=PAGES protect-last=PAGES mass-decay=X
+// BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.
+// Unknown keys and bad values: KVT_ERR_CONFIG, kvt_last_error names the key, the value and what is allowed.
+int  kvt_domain_open(const char * settings, kvt_domain ** out);
+void kvt_domain_close(kvt_domain * dom);           // caches still alive keep the store until they are freed
+int  kvt_domain_bind(kvt_domain * dom);            // caches that this thread allocates from now on; NULL: the default domain
+int  kvt_domain_figures(kvt_domain * dom, kvt_figures * out);
+int  kvt_domain_n_layers(kvt_domain * dom, uint32_t * out);
+int  kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out);
+int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use); // [n_pages] each, any may be NULL
+int  kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size);   // length, 0 if there was none
+int  kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
+int  kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
+int  kvt_domain_evict_every_step(kvt_domain * dom, int on);              // a test switch: unprotected pages leave the host after every step
+// CFFI-END
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,17 @@
+# Every csrc/tests/test-*.cpp is one executable and one ctest test, in its own process; every bench-*.cpp is an executable.
+
+file(GLOB kvt_test_sources  CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/test-*.cpp")
+file(GLOB kvt_bench_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/bench-*.cpp")
+
+foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
+    get_filename_component(name "${source}" NAME_WE)
+    add_executable(${name} "${source}")
+    target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}/csrc")
+    target_link_libraries(${name} PRIVATE kvtier-core kvtier-ggml-headers)
+    target_compile_definitions(${name} PRIVATE KVTIER_LIBRARY="$<TARGET_FILE:kvtier>")
+    add_dependencies(${name} kvtier)
+    if(name MATCHES "^test-")
+        add_test(NAME ${name} COMMAND ${name})
+        set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+    endif()
+endforeach()

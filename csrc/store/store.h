@@ -43,6 +43,7 @@ struct kvt_page_info {
     uint64_t last_use;      // the store's clock at the last acquire (ticks once per step, see kvt_store_tick)
     uint64_t born;          // clock at the first write
     uint8_t  tier, dirty, is_protected, pinned;
+    uint8_t  fmt_k, fmt_v;  // on its tier
 };
 
 // Chooses which host pages leave. Called with the store's lock held: must not call the store, must not block.
@@ -77,8 +78,6 @@ struct kvt_store_params {
     uint64_t host_bytes;                   // budget; UINT64_MAX: unlimited
     uint64_t disk_bytes;                   // budget; 0: no disk tier
     const char * dir;                      // directory of the disk tier; NULL or "": no disk tier. Must exist
-    enum kvt_format host_fmt_k, host_fmt_v; // format of pages when first written
-    enum kvt_format disk_fmt_k, disk_fmt_v;
     int32_t  page_tokens;                  // multiple of KVT_SUB
     int32_t  n_io_threads;                 // workers for reads and writes (0: 2)
     int32_t  n_transit;                    // frames for pages read but not admitted (0: the store chooses)
@@ -103,7 +102,8 @@ struct kvt_array_params {
     int32_t  layer;
     uint32_t n_streams;
     uint32_t cells_per_stream;     // pages of a stream: ceil(cells_per_stream / page_tokens); page = stream*pages_per_stream + i
-    enum kvt_format fmt_k, fmt_v;  // format of pages of this array when first written (the tier's, or what geo allows)
+    enum kvt_format fmt_k, fmt_v;           // format of this array's pages when first written
+    enum kvt_format disk_fmt_k, disk_fmt_v; // format of this array's pages on the disk tier
 };
 // Errors: BUDGET if the budgets cannot hold the protected pages plus one, DISK_FULL, NOMEM, INVALID.
 int  kvt_store_array_add   (struct kvt_store * s, const struct kvt_array_params * p, struct kvt_array ** out);

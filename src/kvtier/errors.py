@@ -1,11 +1,30 @@
 """The one tree of errors that kvtier raises. Every one carries what to do next and an exit code for the CLI.
 
-Exit codes: 1 something failed at run time, 2 wrong usage (arguments, names), 3 a model file cannot be used.
+Exit codes of the CLI (each class carries its own as `exit_code`):
+
+==== =====================================================================================
+1    something failed at run time that has no code of its own (a download, for example)
+2    wrong usage: arguments, settings, names
+3    a model file cannot be used
+4    the prompt, or prompt and answer together, do not fit the context
+5    the tier budgets cannot hold the cache
+6    the directory of the disk tier cannot be used
+7    the disk tier is full
+8    a read or write of the disk tier failed
+9    a page of the disk tier does not match its checksum
+10   out of memory
+11   the native library is missing, or does not fit this llama.cpp
+12   llama.cpp could not load or compute, for a reason that is in its own log
+13   not supported
+130  interrupted (SIGINT)
+143  terminated (SIGTERM)
+==== =====================================================================================
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 
 class KvtierError(Exception):
@@ -49,3 +68,155 @@ class GgufError(KvtierError):
         self.path = path
         self.off_bytes = off_bytes
         self.reason = reason
+
+
+class SettingsError(UsageError, ValueError):
+    """A setting has a value that cannot be used: names the setting, the value and what is allowed."""
+
+
+class ContextLengthError(KvtierError, ValueError):
+    """A prompt does not fit the context. `n_tokens` is what was asked for, `n_ctx` what there is."""
+
+    exit_code = 4
+
+    def __init__(self, n_tokens: int, n_ctx: int, hint: str = "") -> None:
+        super().__init__(f"the prompt has {n_tokens:,} tokens, but the context holds {n_ctx:,} (and needs room for an answer)",
+                         hint or f"Shorten the prompt, or take a context of more than {n_tokens:,} tokens.")
+        self.n_tokens = n_tokens
+        self.n_ctx = n_ctx
+
+
+class LlamaError(KvtierError, RuntimeError):
+    """llama.cpp could not load a model, create a context or compute a batch. `log` holds the last lines it logged."""
+
+    exit_code = 12
+
+    def __init__(self, message: str, hint: str = "", log: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.log = log
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  llama.cpp: {line}" for line in self.log)
+        return super().__str__() + lines
+
+
+class LibraryError(KvtierError):
+    """The native library is missing, cannot be loaded, or refuses the llama.cpp that is installed."""
+
+    exit_code = 11
+
+
+class NativeError(KvtierError, RuntimeError):
+    """The native library answered with an error code. `code` is that code (see kvtier-errors.h)."""
+
+    code: int = 0
+
+
+class AgainError(NativeError):
+    """A page is not resident yet; only seen by callers of the asynchronous interface."""
+
+    code = -1
+
+
+class InvalidArgumentError(NativeError):
+    """The native library refused an argument."""
+
+    code = -2
+    exit_code = 2
+
+
+class OutOfMemoryError(NativeError):
+    """The system gave no memory for a page or a table."""
+
+    code = -3
+    exit_code = 10
+
+
+class BudgetError(NativeError):
+    """The budgets of the tiers together cannot hold another page."""
+
+    code = -4
+    exit_code = 5
+
+
+class DiskFullError(NativeError):
+    """The disk tier has no room: its budget is used up, or the file system is full."""
+
+    code = -5
+    exit_code = 7
+
+
+class DiskIOError(NativeError):
+    """A read or write of the disk tier failed; the message names the page."""
+
+    code = -6
+    exit_code = 8
+
+
+class ChecksumError(NativeError):
+    """The bytes of a page on disk are not those that were written; the message names the page."""
+
+    code = -7
+    exit_code = 9
+
+
+class DirectoryError(NativeError):
+    """The directory of the disk tier is missing, is no directory, or cannot be written."""
+
+    code = -8
+    exit_code = 6
+
+
+class UnsupportedError(NativeError):
+    """The native library cannot do what was asked."""
+
+    code = -9
+    exit_code = 13
+
+
+class ConfigError(NativeError, SettingsError):
+    """The native library refused a setting."""
+
+    code = -10
+    exit_code = 2
+
+
+class VersionError(NativeError, LibraryError):
+    """The native library and the llama.cpp in this process do not fit together."""
+
+    code = -11
+    exit_code = 11
+
+
+class CancelledError(NativeError):
+    """The computation was stopped on request."""
+
+    code = -12
+    exit_code = 130
+
+
+NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
+    cls.code: cls
+    for cls in (AgainError, InvalidArgumentError, OutOfMemoryError, BudgetError, DiskFullError, DiskIOError, ChecksumError,
+                DirectoryError, UnsupportedError, ConfigError, VersionError, CancelledError)
+}
+
+# What to do about it, where the native message does not say.
+_HINTS: Final[dict[int, str]] = {
+    -3: "Give the host tier a smaller budget (--kv-host), or close other programs.",
+    -4: "Raise the host budget (--kv-host), or add a disk tier (--kv-disk and --kv-dir).",
+    -5: "Free space in the directory of the disk tier, raise --kv-disk, or choose another --kv-dir.",
+    -6: "Check the disk that holds --kv-dir (its log, its free space), or choose another --kv-dir.",
+    -7: "The page file was changed or the disk is faulty: run again, with another --kv-dir if it happens again.",
+    -8: "Name a directory that exists and can be written, with --kv-dir.",
+}
+
+
+def from_code(code: int, message: str) -> NativeError:
+    """The error for a negative code of the native library. The only place that maps codes to classes."""
+    cls = NATIVE_ERRORS.get(code)
+    if cls is None:
+        error = NativeError(message)
+        error.code = code
+        return error
+    return cls(message, _HINTS.get(code, ""))

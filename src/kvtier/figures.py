@@ -1,0 +1,67 @@
+"""What the native library counts, as plain values. Crosses every layer; knows nothing of how it is obtained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+TIERS: Final = ("none", "device", "host", "disk", "remote")           # in the order of the native library
+FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")       # in the order of the native library
+UNLIMITED: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """One tier. `budget_bytes` is None without a limit; `held_bytes` is what was taken from the system for `used_bytes` of pages."""
+
+    budget_bytes: int | None
+    used_bytes: int
+    held_bytes: int
+    n_pages: int
+    bytes_by_format: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Counts since the domain was opened; the tiers as they are now."""
+
+    tiers: Mapping[str, TierFigures]
+    n_hits: int              # page reads that found the page in RAM
+    n_misses: int            # page reads that had to wait for the disk or read it
+    n_prefetched: int        # pages read ahead
+    n_prefetch_used: int     # of these, pages that were then needed
+    n_evicted: int           # pages that went from RAM to disk
+    n_recalled: int          # pages that came back to stay
+    disk_read_bytes: int
+    disk_write_bytes: int
+    disk_reads: int
+    disk_writes: int
+    stall_us: int            # time that attention waited for the disk
+    peak_host_bytes: int
+    n_attention: int         # attention operations computed over pages
+    k_bytes_read: int
+    v_bytes_read: int
+    pages_read: int
+    pages_skipped: int       # pages that the mask hides as a whole
+    n_fallback: int          # operations on cache tensors that the CPU backend computed
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFigures:
+    """One layer's cache. The four addresses are of float32 arrays that the native library owns and keeps up to date."""
+
+    array: int
+    layer: int
+    n_head_kv: int
+    d_k: int
+    d_v: int
+    page_tokens: int
+    n_streams: int
+    cells_per_stream: int
+    n_pages: int
+    n_mass_steps: int
+    token_mean_address: int  # [n_pages * page_tokens]; 0: not kept
+    token_max_address: int
+    page_mean_address: int   # [n_pages]
+    page_max_address: int

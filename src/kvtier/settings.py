@@ -1,0 +1,135 @@
+"""The settings of one KV cache: budgets, formats, directory. Checked here once, written for the native library once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+from .errors import SettingsError
+from .figures import FORMATS
+from .sizes import parse_bytes
+
+SUB_PAGE_TOKENS: Final = 32     # pages are made of pieces of this many tokens
+MAX_PAGE_TOKENS: Final = 4096
+DEFAULT_FORMAT: Final = "f16"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSettings:
+    """Where the KV cache lives and in which format. Raises SettingsError for values that cannot be used.
+
+    Attributes:
+        host: budget of the host tier in bytes; None: no limit. Text such as "2GiB" is understood.
+        disk: budget of the disk tier in bytes; None: no disk tier.
+        dir: directory of the disk tier; None: the user's cache folder. Needs `disk`.
+        host_type_k, host_type_v: storage formats of keys and values in RAM; None: the cache types (type_k, type_v), f16 if
+            those are not given either.
+        disk_type_k, disk_type_v: formats on disk; None: as in RAM, so that a page comes back as it left.
+        page_tokens: tokens of one page, a multiple of 32; None: the library's own.
+        io_threads: workers for reads and writes of the disk tier; None: the library's own.
+        protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
+        mass_decay: factor by which older attention mass counts less per step, between 0 and 1.
+    """
+
+    host: int | None = None
+    disk: int | None = None
+    dir: Path | None = None
+    host_type_k: str | None = None
+    host_type_v: str | None = None
+    disk_type_k: str | None = None
+    disk_type_v: str | None = None
+    page_tokens: int | None = None
+    io_threads: int | None = None
+    protect_first: int | None = None
+    protect_last: int | None = None
+    mass_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("host", "disk"):
+            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
+        for name in ("host_type_k", "host_type_v", "disk_type_k", "disk_type_v"):
+            object.__setattr__(self, name, _format(name, getattr(self, name)))
+        object.__setattr__(self, "dir", _directory(self.dir))
+        self._check_tiers()
+        _check_int("page_tokens", self.page_tokens, SUB_PAGE_TOKENS, MAX_PAGE_TOKENS)
+        if self.page_tokens is not None and self.page_tokens % SUB_PAGE_TOKENS:
+            near = max(SUB_PAGE_TOKENS, round(self.page_tokens / SUB_PAGE_TOKENS) * SUB_PAGE_TOKENS)
+            raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
+        _check_int("io_threads", self.io_threads, 1, 64)
+        _check_int("protect_first", self.protect_first, 0, 1 << 20)
+        _check_int("protect_last", self.protect_last, 0, 1 << 20)
+        if self.mass_decay is not None and not 0.0 < self.mass_decay <= 1.0:
+            raise SettingsError(f"mass_decay is {self.mass_decay}, which is not between 0 and 1", "Take for example 0.99; 1 never forgets.")
+
+    def _check_tiers(self) -> None:
+        if self.host == 0:
+            raise SettingsError("the host budget is 0 bytes, but attention reads pages from RAM",
+                                "Give it at least a few pages per layer (--kv-host 64MiB), or leave it out for no limit.")
+        if self.dir is not None and self.disk is None:
+            raise SettingsError(f"the directory {self.dir} is given, but no budget for the disk tier",
+                                "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.")
+        if self.disk == 0:
+            raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
+
+    def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:
+        """The same settings with every format filled in: RAM takes the cache types where it has none of its own, disk takes RAM's."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for part, nominal in (("k", type_k), ("v", type_v)):
+            host = values[f"host_type_{part}"] or _format(f"type_{part}", nominal) or DEFAULT_FORMAT
+            values[f"host_type_{part}"] = host
+            values[f"disk_type_{part}"] = values[f"disk_type_{part}"] or host
+        return KVSettings(**values)
+
+    def disk_dir(self) -> Path | None:
+        """The directory of the disk tier: the given one, or the user's cache folder, or None without a disk tier."""
+        if self.disk is None:
+            return None
+        return self.dir if self.dir is not None else Path(platformdirs.user_cache_dir("kvtier")) / "pages"
+
+    def to_native(self) -> str:
+        """The settings as the native library reads them: key=value lines (see kvtier.h)."""
+        pairs = (
+            ("host", self.host), ("disk", self.disk), ("dir", self.disk_dir()),
+            ("host-k", self.host_type_k), ("host-v", self.host_type_v), ("disk-k", self.disk_type_k), ("disk-v", self.disk_type_v),
+            ("page-tokens", self.page_tokens), ("io-threads", self.io_threads),
+            ("protect-first", self.protect_first), ("protect-last", self.protect_last), ("mass-decay", self.mass_decay),
+        )
+        return "\n".join(f"{key}={value}" for key, value in pairs if value is not None)
+
+
+def _bytes(name: str, value: str | int | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        return parse_bytes(value)
+    except ValueError as err:
+        raise SettingsError(f"the {name} budget: {err}") from None
+
+
+def _format(name: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    if value.lower() not in FORMATS:
+        raise SettingsError(f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}.")
+    return value.lower()
+
+
+def _directory(value: str | os.PathLike[str] | None) -> Path | None:
+    if value is None:
+        return None
+    text = os.fspath(value)
+    if not text.strip():
+        raise SettingsError("the directory of the disk tier is empty text", "Name a directory, or leave it out for the user's cache folder.")
+    if any(c in text for c in ",\n\r\0"):
+        raise SettingsError(f"the directory {text!r} has a comma or a line break in its name, which settings cannot hold",
+                            "Take another directory, or a symbolic link to this one.")
+    return Path(text).expanduser().absolute()
+
+
+def _check_int(name: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise SettingsError(f"{name} is {value}", f"Take a value from {least} to {most:,}.")

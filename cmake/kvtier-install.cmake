@@ -6,6 +6,3 @@ install(FILES
     "${CMAKE_CURRENT_SOURCE_DIR}/csrc/include/kvtier.h"
     "${CMAKE_CURRENT_SOURCE_DIR}/csrc/include/kvtier-errors.h"
     DESTINATION kvtier/include)
-if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/models.txt")
-    install(FILES "${CMAKE_CURRENT_SOURCE_DIR}/models.txt" DESTINATION kvtier)
-endif()

@@ -3,6 +3,8 @@
 file(GLOB kvt_test_sources  CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/test-*.cpp")
 file(GLOB kvt_bench_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/bench-*.cpp")
 
+add_custom_target(kvtier-tests)
+
 foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
     get_filename_component(name "${source}" NAME_WE)
     add_executable(${name} "${source}")
@@ -13,6 +15,7 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
         add_dependencies(${name} kvtier)
     endif()
     if(name MATCHES "^test-")
+        add_dependencies(kvtier-tests ${name})
         add_test(NAME ${name} COMMAND ${name})
         set_tests_properties(${name} PROPERTIES TIMEOUT 300)
     endif()

@@ -1,0 +1,85 @@
+# Everything a fresh clone needs, from nothing but Python >= 3.9, a C++ compiler, CMake and git. 'make help' lists the targets.
+
+PYTHON ?= python3
+JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+MODEL  := smollm2
+
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake csrc src -type f -not -name '*.pyc' 2>/dev/null)
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-c test-python conformance sanitize bench lint clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.kvtier-stamp ## Create .venv with llama.cpp (compiled once, a few minutes) and kvtier
+
+demo: setup build/demo.txt ## Run a 7,000-token text with a third of its KV cache in RAM, the rest on disk
+	$(BIN)/kvtier run $(MODEL) -c 8k -f build/demo.txt --kv-host 64MiB --kv-disk 1GiB -n 64 --temp 0
+
+test: test-c sanitize test-python ## Run all tests: C++, sanitizers, Python, upstream's conformance tests
+
+test-c: build/CMakeCache.txt ## Run the C++ tests
+	cmake --build build
+	cd build && ctest --output-on-failure --timeout 600
+
+test-python: setup ## Run the Python tests, conformance included
+	$(BIN)/python -m pytest
+
+conformance: setup ## Run llama.cpp's own test-backend-ops and test-llama-archs on our device
+	$(BIN)/python -m pytest tests/conformance
+
+sanitize: third_party/llama.cpp/.kvtier-stamp ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
+	scripts/sanitize.sh
+
+bench: setup ## Print the table of decode and prefill rates beside stock llama.cpp, with the roofline
+	$(BIN)/kvtier bench
+
+lint: $(VENV)/.lint-stamp setup ## Check style and types of the Python code
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/mypy
+
+clean: ## Remove what was built (.venv and the llama.cpp source stay)
+	rm -rf build dist
+
+distclean: clean ## Remove .venv and the llama.cpp source too
+	rm -rf $(VENV) third_party/llama.cpp third_party/*.tar.gz
+
+$(VENV)/.venv-stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "kvtier needs Python 3.9 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	touch $@
+
+third_party/llama.cpp/.kvtier-stamp: scripts/fetch-llama.py | $(VENV)/.venv-stamp
+	$(BIN)/python scripts/fetch-llama.py
+	touch $@
+
+# From the checked source package, so that the libraries are those of the pin. Where AMX is advertised but faults, the probe
+# answers with switches that build without it.
+$(VENV)/.llama-stamp: third_party/llama.cpp/.kvtier-stamp scripts/probe-amx.py
+	@echo "compiling llama.cpp for Python (once; about 4 minutes on 2 cores)"
+	args="$$($(BIN)/python scripts/probe-amx.py)" && CMAKE_ARGS="$$CMAKE_ARGS $$args" \
+	    $(PIP) install --quiet "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
+	touch $@
+
+$(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp $(SOURCES)
+	$(PIP) install --quiet '.[test]'
+	touch $@
+
+$(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
+	$(PIP) install --quiet 'ruff>=0.6' 'mypy>=1.11' types-cffi types-psutil
+	touch $@
+
+build/CMakeCache.txt: third_party/llama.cpp/.kvtier-stamp
+	cmake -S . -B build -DKVTIER_BUILD_TESTS=ON
+
+build/demo.txt: scripts/demo-text.py | $(VENV)/.venv-stamp
+	mkdir -p build
+	$(BIN)/python scripts/demo-text.py $@

@@ -20,6 +20,7 @@
     X(CANCELLED,    -12, "cancelled")
 
 enum kvt_error {
+    KVT_OK = 0, // the short name of KVT_ERR_OK
 #define KVT_ERROR_ENUM(name, code, message) KVT_ERR_##name = code,
     KVT_ERROR_MAP(KVT_ERROR_ENUM)
 #undef KVT_ERROR_ENUM

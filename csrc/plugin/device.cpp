@@ -1,0 +1,282 @@
+// The ggml device KVT0 and its backend: what of a graph runs here, and in which order.
+
+#include "device.h"
+#include "buffer.h"
+#include "fallback.h"
+#include "last-error.h"
+#include "log.h"
+#include "op-flash-attn.h"
+#include "op-set-rows.h"
+
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include <unistd.h>
+
+//
+// context
+//
+
+struct backend_context {
+    kvt_flash_attn attention;
+    kvt_fallback   fallback;
+};
+
+//
+// ops
+//
+
+static bool is_view_op(enum ggml_op op) {
+    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+}
+
+// Caches and states: whatever touches them has to run here, or the scheduler aborts. A dry run's tensors have no address
+// yet and share a buffer of size zero with the weights that the loader asks about; only the latter have dotted names.
+static bool lives_in_cache(const ggml_tensor * t) {
+    const kvt_buffer * buffer = kvt_buffer_of(t);
+    if (!buffer) {
+        return false;
+    }
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    return buffer->is_cache || (!buffer->base && root->op == GGML_OP_NONE && !strchr(root->name, '.'));
+}
+
+static bool touches_cache(const ggml_tensor * op) {
+    if (lives_in_cache(op)) {
+        return true;
+    }
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (op->src[i] && lives_in_cache(op->src[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool is_native(const ggml_tensor * op) {
+    return (op->op == GGML_OP_SET_ROWS       && kvt_set_rows_supported(op))
+        || (op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op));
+}
+
+static enum ggml_status compute_node(backend_context * ctx, ggml_tensor * node) {
+    if (node->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(node)) {
+        return kvt_set_rows(node);
+    }
+    if (node->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(node)) {
+        bool      native = true;
+        const int rc     = ctx->attention.compute(node, &native);
+        if (rc != KVT_OK) {
+            kvt_log_error("kvtier: %s: %s\n", kvt_error_name(rc), kvt_fail_text());
+            return rc == KVT_ERR_NOMEM ? GGML_STATUS_ALLOC_FAILED : GGML_STATUS_FAILED;
+        }
+        if (native) {
+            return GGML_STATUS_SUCCESS;
+        }
+    }
+    return ctx->fallback.compute(node);
+}
+
+// A failure of an earlier byte access, which could not be reported then.
+static bool has_pending_failure(const ggml_tensor * node) {
+    const kvt_root * root = kvt_root_of(node);
+    return root && root->buffer->domain->take_pending() != KVT_OK;
+}
+
+//
+// backend interface
+//
+
+static const char * backend_get_name(ggml_backend_t backend) {
+    GGML_UNUSED(backend);
+    return "KVT0";
+}
+
+static void backend_free(ggml_backend_t backend) {
+    delete static_cast<backend_context *>(backend->context);
+    delete backend;
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    backend_context * ctx = static_cast<backend_context *>(backend->context);
+    const int n_nodes = g_ggml.ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n_nodes; i++) {
+        ggml_tensor * node = g_ggml.ggml_graph_node(graph, i);
+        if (is_view_op(node->op) || g_ggml.ggml_nelements(node) == 0 || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
+            continue;
+        }
+        const enum ggml_status status = has_pending_failure(node) ? GGML_STATUS_FAILED : compute_node(ctx, node);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+static const ggml_backend_i backend_interface = {
+    /* .get_name            = */ backend_get_name,
+    /* .free                = */ backend_free,
+    /* .set_tensor_async    = */ NULL,
+    /* .get_tensor_async    = */ NULL,
+    /* .set_tensor_2d_async = */ NULL,
+    /* .get_tensor_2d_async = */ NULL,
+    /* .cpy_tensor_async    = */ NULL,
+    /* .synchronize         = */ NULL,
+    /* .graph_plan_create   = */ NULL,
+    /* .graph_plan_free     = */ NULL,
+    /* .graph_plan_update   = */ NULL,
+    /* .graph_plan_compute  = */ NULL,
+    /* .graph_compute       = */ backend_graph_compute,
+    /* .event_record        = */ NULL,
+    /* .event_wait          = */ NULL,
+    /* .graph_optimize      = */ NULL,
+};
+
+static ggml_guid_t backend_guid(void) {
+    static ggml_guid guid = { 0x6b, 0x76, 0x74, 0x69, 0x65, 0x72, 0x2d, 0x70, 0x61, 0x67, 0x65, 0x64, 0x2d, 0x4b, 0x56, 0x30 };
+    return &guid;
+}
+
+static void set_n_threads(ggml_backend_t backend, int n_threads) {
+    backend_context * ctx = static_cast<backend_context *>(backend->context);
+    ctx->attention.set_n_threads(n_threads);
+    ctx->fallback.set_n_threads(n_threads);
+}
+
+//
+// device interface
+//
+
+static const char * device_get_name(ggml_backend_dev_t dev) {
+    GGML_UNUSED(dev);
+    return "KVT0";
+}
+
+static const char * device_get_description(ggml_backend_dev_t dev) {
+    GGML_UNUSED(dev);
+    return "kvtier: KV cache in pages on tiers";
+}
+
+static void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
+    GGML_UNUSED(dev);
+    const size_t page = (size_t) sysconf(_SC_PAGESIZE);
+    *free  = (size_t) sysconf(_SC_AVPHYS_PAGES)*page;
+    *total = (size_t) sysconf(_SC_PHYS_PAGES)*page;
+}
+
+static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
+    GGML_UNUSED(dev);
+    return GGML_BACKEND_DEVICE_TYPE_GPU; // the KV cache follows the layers, and layers go to GPUs
+}
+
+static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    memset(props, 0, sizeof(*props));
+    props->name        = device_get_name(dev);
+    props->description = device_get_description(dev);
+    props->type        = device_get_type(dev);
+    device_get_memory(dev, &props->memory_free, &props->memory_total);
+}
+
+static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) {
+    GGML_UNUSED(params);
+    backend_context * ctx = new (std::nothrow) backend_context;
+    if (!ctx || ctx->attention.open((int) sysconf(_SC_NPROCESSORS_ONLN)) != KVT_OK) {
+        kvt_log_error("kvtier: cannot start the attention: %s\n", kvt_fail_text());
+        delete ctx;
+        return nullptr;
+    }
+    return new ggml_backend { /* .guid = */ backend_guid(), /* .iface = */ backend_interface, /* .device = */ dev, /* .context = */ ctx };
+}
+
+static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
+    GGML_UNUSED(dev);
+    return kvt_buffer_type();
+}
+
+static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    GGML_UNUSED(dev);
+    if (is_view_op(op->op)) {
+        return true;
+    }
+    return is_native(op) || (touches_cache(op) && kvt_fallback::supports(op));
+}
+
+static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    GGML_UNUSED(dev);
+    return buft == kvt_buffer_type();
+}
+
+ggml_backend_dev_t kvt_device(void) {
+    static ggml_backend_device device = {
+        /* .iface   = */ {
+            /* .get_name             = */ device_get_name,
+            /* .get_description      = */ device_get_description,
+            /* .get_memory           = */ device_get_memory,
+            /* .get_type             = */ device_get_type,
+            /* .get_props            = */ device_get_props,
+            /* .init_backend         = */ device_init_backend,
+            /* .get_buffer_type      = */ device_get_buffer_type,
+            /* .get_host_buffer_type = */ NULL,
+            /* .buffer_from_host_ptr = */ NULL,
+            /* .supports_op          = */ device_supports_op,
+            /* .supports_buft        = */ device_supports_buft,
+            /* .offload_op           = */ NULL,
+            /* .event_new            = */ NULL,
+            /* .event_free           = */ NULL,
+            /* .event_synchronize    = */ NULL,
+        },
+        /* .reg     = */ kvt_registry(),
+        /* .context = */ NULL,
+    };
+    return &device;
+}
+
+//
+// registry interface
+//
+
+static const char * registry_get_name(ggml_backend_reg_t reg) {
+    GGML_UNUSED(reg);
+    return "KVT";
+}
+
+static size_t registry_get_device_count(ggml_backend_reg_t reg) {
+    GGML_UNUSED(reg);
+    return 1;
+}
+
+static ggml_backend_dev_t registry_get_device(ggml_backend_reg_t reg, size_t index) {
+    GGML_UNUSED(reg);
+    return index == 0 ? kvt_device() : nullptr;
+}
+
+static void * registry_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+    GGML_UNUSED(reg);
+    return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *) set_n_threads : nullptr;
+}
+
+ggml_backend_reg_t kvt_registry(void) {
+    static ggml_backend_reg registry = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ {
+            /* .get_name         = */ registry_get_name,
+            /* .get_device_count = */ registry_get_device_count,
+            /* .get_device       = */ registry_get_device,
+            /* .get_proc_address = */ registry_get_proc_address,
+        },
+        /* .context     = */ NULL,
+    };
+    return &registry;
+}
+
+//
+// what ggml's loader calls
+//
+
+extern "C" KVT_API ggml_backend_reg_t ggml_backend_init(void) {
+    if (kvt_ggml_resolve(__builtin_return_address(0)) != KVT_OK) {
+        fprintf(stderr, "kvtier: cannot be used with this llama.cpp: %s\n", kvt_fail_text());
+        return nullptr;
+    }
+    return kvt_registry();
+}

@@ -1,0 +1,297 @@
+#include "domain.h"
+#include "last-error.h"
+
+#include <cstring>
+
+static uint32_t pages_per_stream(const kvt_array_params & p) {
+    return (p.cells_per_stream + p.geo.page_tokens - 1)/p.geo.page_tokens;
+}
+
+int kvt_domain_state::open(const kvt_settings & settings, std::shared_ptr<kvt_domain_state> * out) {
+    std::shared_ptr<kvt_domain_state> dom(new kvt_domain_state);
+    dom->m_settings = settings;
+
+    kvt_store_params p;
+    kvt_store_params_default(&p);
+    p.host_bytes      = settings.host_bytes;
+    p.disk_bytes      = settings.disk_bytes;
+    p.dir             = settings.dir.empty() ? nullptr : dom->m_settings.dir.c_str();
+    p.page_tokens     = settings.page_tokens;
+    p.n_io_threads    = settings.io_threads;
+    p.n_protect_first = settings.protect_first;
+    p.n_protect_last  = settings.protect_last;
+    char err[512] = "";
+    const int rc = kvt_store_open(&p, &dom->m_store, err, sizeof(err));
+    if (rc != KVT_OK) {
+        return kvt_fail(rc, "%s", err);
+    }
+    *out = std::move(dom);
+    return KVT_OK;
+}
+
+kvt_domain_state::~kvt_domain_state() {
+    while (!m_layers.empty()) {
+        remove_layer(m_layers.back().get());
+    }
+    kvt_store_close(m_store);
+}
+
+static enum kvt_format pick(int wanted, int fallback, int32_t d) {
+    const int fmt = wanted >= 0 ? wanted : fallback;
+    // a head size that is no multiple of the quantized formats' blocks is kept in F16
+    return d == 0 || kvt_format_supports((enum kvt_format) fmt, d) ? (enum kvt_format) fmt : KVT_FORMAT_F16;
+}
+
+void kvt_domain_state::choose_formats(const kvt_geometry & geo, int nominal_k, int nominal_v, kvt_array_params * p) const {
+    p->fmt_k      = pick(m_settings.host_fmt_k, nominal_k >= 0 ? nominal_k : KVT_FORMAT_Q8_0, geo.d_k);
+    p->fmt_v      = pick(m_settings.host_fmt_v, nominal_v >= 0 ? nominal_v : KVT_FORMAT_Q8_0, geo.d_v);
+    p->disk_fmt_k = pick(m_settings.disk_fmt_k, p->fmt_k, geo.d_k);
+    p->disk_fmt_v = pick(m_settings.disk_fmt_v, p->fmt_v, geo.d_v);
+}
+
+//
+// the page source of a layer: the store's array
+//
+
+static int source_acquire_resident(void * ctx, const uint32_t * pages, size_t n, kvt_page_ref * refs, uint32_t * missing, size_t * n_missing) {
+    return kvt_array_acquire_resident(static_cast<kvt_array *>(ctx), pages, n, refs, missing, n_missing);
+}
+
+static int source_acquire(void * ctx, uint32_t page, kvt_page_ref * out) {
+    return kvt_array_acquire(static_cast<kvt_array *>(ctx), page, KVT_READ, out);
+}
+
+static void source_release_many(void * ctx, const kvt_page_ref * refs, size_t n) {
+    kvt_array_release_many(static_cast<kvt_array *>(ctx), refs, n);
+}
+
+static void source_prefetch(void * ctx, const uint32_t * pages, size_t n) {
+    kvt_array_prefetch(static_cast<kvt_array *>(ctx), pages, n);
+}
+
+int kvt_domain_state::add_layer(const kvt_array_params & params, kvt_layer ** out) {
+    std::unique_ptr<kvt_layer> layer(new kvt_layer);
+    layer->params = params;
+    int rc = kvt_store_array_add(m_store, &params, &layer->array);
+    if (rc != KVT_OK) {
+        return fail(rc, "cannot add a layer's cache to the store");
+    }
+    rc = kvt_mass_create(&layer->mass, kvt_array_n_pages(layer->array), params.geo.page_tokens, m_settings.mass_decay);
+    if (rc != KVT_OK) {
+        kvt_store_array_remove(layer->array);
+        return fail(rc, "no memory for the attention statistics");
+    }
+    layer->source = { layer->array, source_acquire_resident, source_acquire, source_release_many, source_prefetch };
+    *out = layer.get();
+    std::lock_guard<std::mutex> lock(m_mutex);
+    m_layers.push_back(std::move(layer));
+    return KVT_OK;
+}
+
+void kvt_domain_state::remove_layer(kvt_layer * layer) {
+    std::unique_ptr<kvt_layer> owned;
+    {
+        std::lock_guard<std::mutex> lock(m_mutex);
+        for (size_t i = 0; i < m_layers.size(); i++) {
+            if (m_layers[i].get() == layer) {
+                owned = std::move(m_layers[i]);
+                m_layers.erase(m_layers.begin() + i);
+                break;
+            }
+        }
+    }
+    if (owned) {
+        kvt_store_array_remove(owned->array);
+        kvt_mass_free(owned->mass);
+    }
+}
+
+int kvt_domain_state::fail(int code, const char * what) {
+    char text[768] = "";
+    kvt_store_last_error(m_store, text, sizeof(text));
+    std::string message = text[0] ? std::string(text) : std::string(what) + ": " + kvt_error_message(code);
+    kvt_fail(code, "%s", message.c_str());
+    std::lock_guard<std::mutex> lock(m_mutex);
+    m_error = std::move(message);
+    return code;
+}
+
+std::string kvt_domain_state::last_error() const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    return m_error;
+}
+
+//
+// steps
+//
+
+void kvt_domain_state::begin_step() {
+    kvt_store_tick(m_store);
+    if (evict_every_step.load(std::memory_order_relaxed)) {
+        evict_all();
+    }
+}
+
+int kvt_domain_state::evict_all() {
+    std::vector<kvt_move> moves;
+    {
+        std::lock_guard<std::mutex> lock(m_mutex);
+        for (const auto & layer : m_layers) {
+            for (uint32_t page = 0; page < kvt_array_n_pages(layer->array); page++) {
+                kvt_page_info info;
+                if (kvt_array_info(layer->array, page, &info) == KVT_OK && info.tier == KVT_TIER_HOST && !info.is_protected && !info.pinned) {
+                    moves.push_back({ info.id, KVT_TIER_DISK, 255, 255 });
+                }
+            }
+        }
+    }
+    size_t n_done = 0;
+    const int rc = kvt_store_apply(m_store, moves.data(), moves.size(), &n_done);
+    return rc == KVT_OK ? KVT_OK : fail(rc, "cannot evict");
+}
+
+void kvt_domain_state::read_ahead(const kvt_layer * done) {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    if (m_layers.size() < 2) {
+        return;
+    }
+    for (size_t i = 0; i < m_layers.size(); i++) {
+        if (m_layers[i].get() == done) {
+            const kvt_layer * next = m_layers[(i + 1) % m_layers.size()].get();
+            const uint32_t    n    = pages_per_stream(next->params)*next->params.n_streams;
+            while (m_scratch.size() < n) {
+                m_scratch.push_back((uint32_t) m_scratch.size());
+            }
+            kvt_array_prefetch(next->array, m_scratch.data(), n);
+            return;
+        }
+    }
+}
+
+//
+// figures
+//
+
+size_t kvt_domain_state::n_layers() const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    return m_layers.size();
+}
+
+int kvt_domain_state::figures(kvt_figures * out) const {
+    kvt_store_stats st;
+    kvt_store_get_stats(m_store, &st);
+    memset(out, 0, sizeof(*out));
+    for (int t = 0; t < KVT_TIER_COUNT; t++) {
+        out->tier[t].budget_bytes = st.tier[t].budget_bytes;
+        out->tier[t].used_bytes   = st.tier[t].used_bytes;
+        out->tier[t].held_bytes   = st.tier[t].held_bytes;
+        out->tier[t].n_pages      = st.tier[t].n_pages;
+        for (int f = 0; f < KVT_FORMAT_COUNT; f++) {
+            out->tier[t].bytes_by_format[f] = st.tier[t].bytes_by_format[f];
+        }
+    }
+    out->n_hits           = st.n_hits;
+    out->n_misses         = st.n_misses;
+    out->n_prefetched     = st.n_prefetched;
+    out->n_prefetch_used  = st.n_prefetch_used;
+    out->n_evicted        = st.n_evicted;
+    out->n_recalled       = st.n_recalled;
+    out->disk_read_bytes  = st.disk_read_bytes;
+    out->disk_write_bytes = st.disk_write_bytes;
+    out->disk_reads       = st.disk_reads;
+    out->disk_writes      = st.disk_writes;
+    out->stall_us         = st.stall_us;
+    out->peak_host_bytes  = st.peak_host_bytes;
+    out->n_attention      = n_attention;
+    out->k_bytes_read     = k_bytes;
+    out->v_bytes_read     = v_bytes;
+    out->pages_read       = pages_read;
+    out->pages_skipped    = pages_skipped;
+    out->n_fallback       = n_fallback;
+    return KVT_OK;
+}
+
+int kvt_domain_state::layer_figures(uint32_t index, kvt_layer_figures * out) const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    if (index >= m_layers.size()) {
+        return kvt_fail(KVT_ERR_INVALID, "there is no layer %u: the caches have %zu", index, m_layers.size());
+    }
+    const kvt_layer & layer = *m_layers[index];
+    out->array            = kvt_array_id(layer.array);
+    out->layer            = layer.params.layer;
+    out->n_head_kv        = layer.params.geo.n_head_kv;
+    out->d_k              = layer.params.geo.d_k;
+    out->d_v              = layer.params.geo.d_v;
+    out->page_tokens      = layer.params.geo.page_tokens;
+    out->n_streams        = layer.params.n_streams;
+    out->cells_per_stream = layer.params.cells_per_stream;
+    out->n_pages          = kvt_array_n_pages(layer.array);
+    out->n_mass_steps     = layer.mass->n_steps;
+    out->token_mean       = layer.mass->token_mean;
+    out->token_max        = layer.mass->token_max;
+    out->page_mean        = layer.mass->page_mean;
+    out->page_max         = layer.mass->page_max;
+    return KVT_OK;
+}
+
+int kvt_domain_state::pages(uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    if (index >= m_layers.size()) {
+        return kvt_fail(KVT_ERR_INVALID, "there is no layer %u: the caches have %zu", index, m_layers.size());
+    }
+    const kvt_layer & layer = *m_layers[index];
+    for (uint32_t page = 0; page < kvt_array_n_pages(layer.array); page++) {
+        kvt_page_info info;
+        const int rc = kvt_array_info(layer.array, page, &info);
+        if (rc != KVT_OK) {
+            return rc;
+        }
+        if (tier)     { tier[page]     = info.tier; }
+        if (fmt_k)    { fmt_k[page]    = info.fmt_k; }
+        if (last_use) { last_use[page] = info.last_use; }
+    }
+    return KVT_OK;
+}
+
+int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done) {
+    if (to_tier != KVT_TIER_HOST && to_tier != KVT_TIER_DISK) {
+        return kvt_fail(KVT_ERR_INVALID, "pages move between the tiers host (2) and disk (3), not to %d", to_tier);
+    }
+    std::vector<kvt_move> moves(n);
+    for (size_t i = 0; i < n; i++) {
+        moves[i] = { { array, pages[i] }, (uint8_t) to_tier, 255, 255 };
+    }
+    size_t    done = 0;
+    const int rc   = kvt_store_apply(m_store, moves.data(), n, &done);
+    if (n_done) {
+        *n_done = done;
+    }
+    return rc == KVT_OK ? KVT_OK : fail(rc, "a move failed");
+}
+
+//
+// offload callbacks: the store's hooks, handed on with the domain's own user pointer
+//
+
+static void hook_leave(void * ctx, kvt_page_id id, int32_t layer, int tier, const void * data, size_t n, int fmt_k, int fmt_v) {
+    const kvt_offload * o = static_cast<const kvt_offload *>(ctx);
+    if (o->on_leave) {
+        o->on_leave(o->user, id.array, id.page, layer, tier, data, n, fmt_k, fmt_v);
+    }
+}
+
+static void hook_return(void * ctx, kvt_page_id id, int32_t layer, int tier, const void * data, size_t n, int fmt_k, int fmt_v) {
+    const kvt_offload * o = static_cast<const kvt_offload *>(ctx);
+    if (o->on_return) {
+        o->on_return(o->user, id.array, id.page, layer, tier, data, n, fmt_k, fmt_v);
+    }
+}
+
+void kvt_domain_state::set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
+    kvt_store_set_hooks(m_store, nullptr); // none runs while the pointers change
+    m_offload = { on_leave, on_return, user };
+    if (on_leave || on_return) {
+        const kvt_offload_hooks hooks = { &m_offload, hook_leave, hook_return };
+        kvt_store_set_hooks(m_store, &hooks);
+    }
+}

@@ -1,0 +1,85 @@
+#pragma once
+
+// A domain: the settings, the store and the layers of the caches that belong together (one budget per tier for all of
+// them). Buffers share it; the public handle (kvt_domain) is one more owner.
+
+#include "settings.h"
+
+#include "../attention/attention.h"
+#include "../include/kvtier-errors.h"
+#include "../include/kvtier.h"
+#include "../store/store.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+// One layer's cells of all streams, once its head geometry is known.
+struct kvt_layer {
+    kvt_array *      array = nullptr;
+    kvt_array_params params;
+    kvt_mass *       mass  = nullptr;
+    kvt_page_source  source;
+};
+
+struct kvt_offload { kvt_offload_fn on_leave, on_return; void * user; };
+
+class kvt_domain_state {
+public:
+    static int open(const kvt_settings & settings, std::shared_ptr<kvt_domain_state> * out);
+    ~kvt_domain_state();
+
+    const kvt_settings & settings() const { return m_settings; }
+    kvt_store *          store()    const { return m_store; }
+
+    // Formats that a layer with this geometry stores, given the nominal ones (-1: not a storage format of ours).
+    void choose_formats(const kvt_geometry & geo, int nominal_k, int nominal_v, kvt_array_params * params) const;
+
+    int  add_layer(const kvt_array_params & params, kvt_layer ** out);
+    void remove_layer(kvt_layer * layer);
+
+    // keeps the text of a failure (the store's own, if it has one) for kvt_domain_last_error; returns code
+    int         fail(int code, const char * what);
+    std::string last_error() const;
+    // a failure where ggml has no way to report one: the next graph on these caches returns it
+    void        fail_later(int code) { m_pending = code; }
+    int         take_pending()       { return m_pending.exchange(KVT_OK); }
+
+    // called when a step of the model begins: ticks the store, and evicts if that test switch is on
+    void begin_step();
+    // the layer whose attention has just run: starts the reads of the layer that comes after it
+    void read_ahead(const kvt_layer * done);
+
+    int  figures(kvt_figures * out) const;
+    int  layer_figures(uint32_t index, kvt_layer_figures * out) const;
+    int  pages(uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const;
+    int  move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
+    void set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
+    size_t n_layers() const;
+
+    std::atomic<uint64_t> n_attention{0};
+    std::atomic<uint64_t> n_fallback{0};
+    std::atomic<uint64_t> k_bytes{0}, v_bytes{0}, pages_read{0}, pages_skipped{0};
+    std::atomic<bool>     evict_every_step{false};
+
+private:
+    kvt_domain_state() = default;
+    int evict_all();
+
+    std::atomic<int> m_pending{KVT_OK};
+
+    kvt_settings m_settings;
+    kvt_store *  m_store = nullptr;
+
+    mutable std::mutex                      m_mutex;   // guards what follows
+    std::vector<std::unique_ptr<kvt_layer>> m_layers;  // in the order in which they were first used
+    std::string                             m_error;
+    std::vector<uint32_t>                   m_scratch;
+
+    kvt_offload m_offload = {};
+};
+
+// the domain of caches that this thread allocates: the bound one, or the default one made from KVTIER_CONFIG
+int kvt_domain_current(std::shared_ptr<kvt_domain_state> * out);

@@ -1,0 +1,173 @@
+#include "fallback.h"
+#include "log.h"
+#include "paged-tensor.h"
+
+#include <algorithm>
+#include <cstring>
+
+static ggml_backend_dev_t cpu_device() {
+    return g_ggml.ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+kvt_fallback::~kvt_fallback() {
+    if (m_cpu) {
+        g_ggml.ggml_backend_free(m_cpu);
+    }
+}
+
+bool kvt_fallback::start() {
+    ggml_backend_dev_t dev = m_cpu ? nullptr : cpu_device();
+    if (dev) {
+        m_cpu = g_ggml.ggml_backend_dev_init(dev, nullptr);
+        set_n_threads(m_n_threads);
+    }
+    return m_cpu != nullptr;
+}
+
+void kvt_fallback::set_n_threads(int n_threads) {
+    m_n_threads = n_threads;
+    if (m_cpu) {
+        ggml_backend_reg_t reg = g_ggml.ggml_backend_dev_backend_reg(cpu_device());
+        auto set = reinterpret_cast<ggml_backend_set_n_threads_t>(g_ggml.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
+        if (set) {
+            set(m_cpu, n_threads);
+        }
+    }
+}
+
+// A tensor as the CPU backend sees it when all its memory is at hand: no buffer, no view, no producer.
+static ggml_tensor bare(const ggml_tensor * t) {
+    ggml_tensor copy = *t;
+    copy.op       = GGML_OP_NONE;
+    copy.buffer   = nullptr;
+    copy.view_src = nullptr;
+    copy.extra    = nullptr;
+    memset(copy.src, 0, sizeof(copy.src));
+    return copy;
+}
+
+bool kvt_fallback::supports(const ggml_tensor * op) {
+    ggml_tensor srcs[GGML_MAX_SRC];
+    ggml_tensor copy = *op;
+    copy.buffer = nullptr;
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (op->src[i]) {
+            srcs[i]     = bare(op->src[i]);
+            copy.src[i] = &srcs[i];
+        }
+    }
+    ggml_backend_dev_t dev = cpu_device();
+    return dev && g_ggml.ggml_backend_dev_supports_op(dev, &copy);
+}
+
+namespace {
+
+// The part of a cache that an operation touches, in its nominal layout.
+struct gathered {
+    kvt_root * root;
+    size_t     first, last;      // bytes of the root
+    std::vector<char> bytes, before;
+};
+
+void cover(std::vector<gathered> & all, const ggml_tensor * t) {
+    kvt_root * root = kvt_root_of(t);
+    if (!root) {
+        return;
+    }
+    const size_t first = (char *) t->data - root->base;
+    const size_t last  = std::min(first + g_ggml.ggml_nbytes(t), root->n_bytes);
+    for (gathered & g : all) {
+        if (g.root == root) {
+            g.first = std::min(g.first, first);
+            g.last  = std::max(g.last,  last);
+            return;
+        }
+    }
+    all.push_back({ root, first, last, {}, {} });
+}
+
+void redirect(std::vector<gathered> & all, ggml_tensor * t, const ggml_tensor * original) {
+    kvt_root * root = kvt_root_of(original);
+    for (gathered & g : all) {
+        if (g.root == root) {
+            t->data = g.bytes.data() + ((char *) original->data - root->base - g.first);
+        }
+    }
+}
+
+// Puts back the rows that the operation changed; the others keep their stored bytes.
+int put_back(gathered & g) {
+    const size_t row = g.root->row_bytes;
+    for (size_t at = g.first; at < g.last; ) {
+        const size_t end = std::min((at/row + 1)*row, g.last);
+        const size_t i   = at - g.first;
+        if (memcmp(g.bytes.data() + i, g.before.data() + i, end - at) != 0) {
+            const int rc = kvt_paged_write(g.root, at, end - at, g.bytes.data() + i);
+            if (rc != KVT_OK) {
+                return rc;
+            }
+        }
+        at = end;
+    }
+    return KVT_OK;
+}
+
+} // namespace
+
+static enum ggml_status run_one(ggml_backend_t cpu, ggml_tensor * node) {
+    const size_t overhead = g_ggml.ggml_graph_overhead_custom(2*GGML_MAX_SRC, false);
+    ggml_context * ctx = g_ggml.ggml_init({ overhead, nullptr, true });
+    if (!ctx) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    ggml_cgraph * graph = g_ggml.ggml_new_graph_custom(ctx, 2*GGML_MAX_SRC, false);
+    g_ggml.ggml_build_forward_expand(graph, node);
+    const enum ggml_status status = g_ggml.ggml_backend_graph_compute(cpu, graph);
+    g_ggml.ggml_free(ctx);
+    return status;
+}
+
+enum ggml_status kvt_fallback::compute(ggml_tensor * node) {
+    if (!start()) {
+        kvt_log_error("kvtier: this ggml has no CPU backend to run %s on\n", g_ggml.ggml_op_name(node->op));
+        return GGML_STATUS_FAILED;
+    }
+    std::vector<gathered> all;
+    cover(all, node);
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (node->src[i]) {
+            cover(all, node->src[i]);
+        }
+    }
+    for (gathered & g : all) {
+        g.bytes.resize(g.last - g.first);
+        if (kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data()) != KVT_OK) {
+            return GGML_STATUS_FAILED;
+        }
+        g.before = g.bytes;
+        g.root->buffer->domain->n_fallback++;
+    }
+    ggml_tensor srcs[GGML_MAX_SRC];
+    ggml_tensor copy = *node;
+    copy.buffer   = nullptr;
+    copy.view_src = nullptr;
+    copy.flags   |= GGML_TENSOR_FLAG_COMPUTE;
+    redirect(all, &copy, node);
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (node->src[i]) {
+            srcs[i] = bare(node->src[i]);
+            redirect(all, &srcs[i], node->src[i]);
+            copy.src[i] = node->src[i] == node ? &copy : &srcs[i];
+        }
+    }
+    const enum ggml_status status = run_one(m_cpu, &copy);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
+    for (gathered & g : all) {
+        if (put_back(g) != KVT_OK) {
+            return GGML_STATUS_FAILED;
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}

@@ -1,0 +1,20 @@
+#pragma once
+
+// Operations on our buffers that are not ours run on ggml's own CPU backend: over plain memory for recurrent states, over
+// gathered rows for caches (their nominal layout is laid out in memory, and what the operation changed is put back).
+
+#include "buffer.h"
+
+class kvt_fallback {
+public:
+    ~kvt_fallback();
+    void set_n_threads(int n_threads);
+    enum ggml_status compute(ggml_tensor * node);
+    // whether the CPU backend knows the operation
+    static bool supports(const ggml_tensor * op);
+
+private:
+    bool start();
+    ggml_backend_t m_cpu       = nullptr;
+    int            m_n_threads = 4;
+};

@@ -1,0 +1,110 @@
+#include "ggml-api.h"
+#include "ggml-versions.h"
+#include "last-error.h"
+
+#include "../include/kvtier-errors.h"
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <dlfcn.h>
+#include <link.h>
+
+kvt_ggml_api g_ggml;
+
+// the releases of ggml whose interface structs are those of our headers (docs/compatibility.md)
+static const int KVT_GGML_MINOR_MIN = KVT_GGML_VERSION_MINOR_MIN;
+static const int KVT_GGML_MINOR_MAX = KVT_GGML_VERSION_MINOR_MAX;
+
+// Loaded libraries in which to look: those beside the caller first, since a process may hold more than one ggml.
+static int collect_library(struct dl_phdr_info * info, size_t, void * data) {
+    const char * name = info->dlpi_name;
+    if (name && strstr(name, "ggml")) {
+        static_cast<std::vector<std::string> *>(data)->push_back(name);
+    }
+    return 0;
+}
+
+static std::string directory_of(const std::string & path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? std::string() : path.substr(0, slash);
+}
+
+static std::vector<void *> ggml_libraries(const void * caller) {
+    std::vector<std::string> names;
+    dl_iterate_phdr(collect_library, &names);
+
+    Dl_info     info = {};
+    std::string home;
+    if (caller && dladdr(caller, &info) && info.dli_fname) {
+        home = directory_of(info.dli_fname);
+    }
+    std::vector<void *> handles;
+    for (int pass = 0; pass < 2; pass++) {
+        for (const std::string & name : names) {
+            if ((directory_of(name) == home) == (pass == 0)) {
+                if (void * handle = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY)) {
+                    handles.push_back(handle); // a reference that is never given back: we live as long as ggml does
+                }
+            }
+        }
+    }
+    return handles;
+}
+
+static void * find_symbol(const std::vector<void *> & libraries, const char * name) {
+    for (void * handle : libraries) {
+        if (void * sym = dlsym(handle, name)) {
+            return sym;
+        }
+    }
+    return dlsym(RTLD_DEFAULT, name);
+}
+
+static int check_layout() {
+    // a context's object header: two sizes, a link and a type
+    const size_t object_size = 2*sizeof(size_t) + sizeof(void *) + 8;
+    if (g_ggml.ggml_tensor_overhead() != object_size + sizeof(ggml_tensor)) {
+        return kvt_fail(KVT_ERR_VERSION, "the loaded ggml %s lays tensors out in another way (%zu bytes, %zu known)",
+                g_ggml.ggml_version(), g_ggml.ggml_tensor_overhead(), object_size + sizeof(ggml_tensor));
+    }
+    const struct { enum ggml_op op; const char * name; } ops[] = {
+        { GGML_OP_SET_ROWS, "SET_ROWS" }, { GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT" },
+        { GGML_OP_VIEW,     "VIEW"     }, { GGML_OP_PERMUTE,        "PERMUTE"        },
+    };
+    for (const auto & it : ops) {
+        if (strcmp(g_ggml.ggml_op_name(it.op), it.name) != 0) {
+            return kvt_fail(KVT_ERR_VERSION, "the loaded ggml %s numbers its operations in another way (%d is %s, not %s)",
+                    g_ggml.ggml_version(), (int) it.op, g_ggml.ggml_op_name(it.op), it.name);
+        }
+    }
+    int major = 0, minor = 0;
+    if (sscanf(g_ggml.ggml_version(), "%d.%d", &major, &minor) != 2 || major != 0 || minor < KVT_GGML_MINOR_MIN || minor > KVT_GGML_MINOR_MAX) {
+        return kvt_fail(KVT_ERR_VERSION, "ggml %s is not one of the versions this build knows (0.%d to 0.%d); "
+                "install a llama-cpp-python of the range in docs/compatibility.md",
+                g_ggml.ggml_version(), KVT_GGML_MINOR_MIN, KVT_GGML_MINOR_MAX);
+    }
+    return KVT_OK;
+}
+
+static std::vector<void *> g_libraries;
+
+void * kvt_ggml_symbol(const char * name) {
+    return find_symbol(g_libraries, name);
+}
+
+int kvt_ggml_resolve(const void * caller) {
+    g_libraries = ggml_libraries(caller);
+#define KVT_GGML_FIND(fn)                                                                                        \
+    g_ggml.fn = reinterpret_cast<decltype(g_ggml.fn)>(find_symbol(g_libraries, #fn));                             \
+    if (!g_ggml.fn) {                                                                                           \
+        return kvt_fail(KVT_ERR_VERSION, "the loaded ggml has no function %s: it is older or newer than the "   \
+                "versions this build knows (0.%d to 0.%d)", #fn, KVT_GGML_MINOR_MIN, KVT_GGML_MINOR_MAX);       \
+    }
+    KVT_GGML_FUNCTIONS(KVT_GGML_FIND)
+    KVT_GGML_REGISTRY_FUNCTIONS(KVT_GGML_FIND)
+#undef KVT_GGML_FIND
+    return check_layout();
+}

@@ -1,0 +1,223 @@
+#include "paged-tensor.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+// Where a row of a cache tensor lives.
+struct row_place {
+    uint32_t page;
+    int32_t  cell;   // within the page
+    int64_t  n_left; // rows from this one to the page's (or the stream's) end
+};
+
+row_place place_of(const kvt_root * root, int32_t page_tokens, int64_t row) {
+    const int64_t stream = row/root->n_cells;
+    const int64_t cell   = row%root->n_cells;
+    const int64_t per    = (root->n_cells + page_tokens - 1)/page_tokens;
+    const int32_t inside = (int32_t) (cell%page_tokens);
+    return { (uint32_t) (stream*per + cell/page_tokens), inside, std::min<int64_t>(page_tokens - inside, root->n_cells - cell) };
+}
+
+// A page held for the time of a few rows.
+class held_page {
+public:
+    ~held_page() { drop(); }
+
+    int take(kvt_array * array, uint32_t page, kvt_access access) {
+        drop();
+        const int rc = kvt_array_acquire(array, page, access, &m_ref);
+        m_array = rc == KVT_OK ? array : nullptr;
+        return rc;
+    }
+    void drop() {
+        if (m_array) {
+            kvt_array_release(m_array, &m_ref);
+            m_array = nullptr;
+        }
+    }
+    const kvt_page_ref & ref() const { return m_ref; }
+
+private:
+    kvt_array *  m_array = nullptr;
+    kvt_page_ref m_ref   = {};
+};
+
+void get_row(const kvt_root * root, const kvt_page_ref & ref, int32_t cell, void * row) {
+    if (!ref.data) {
+        memset(row, 0, root->row_bytes);
+    } else if (root->nominal >= 0) {
+        kvt_page_get_row(ref.layout, ref.data, root->part, cell, (enum kvt_format) root->nominal, row);
+    } else {
+        std::vector<float> values(root->n_embd);
+        kvt_page_get_f32(ref.layout, ref.data, root->part, cell, values.data());
+        g_ggml.ggml_quantize_chunk(root->type, values.data(), row, 0, 1, root->n_embd, nullptr);
+    }
+}
+
+void put_row(const kvt_root * root, const kvt_page_ref & ref, int32_t cell, const void * row) {
+    if (root->nominal >= 0) {
+        kvt_page_put_row(ref.layout, ref.data, root->part, cell, (enum kvt_format) root->nominal, row);
+    } else {
+        std::vector<float> values(root->n_embd);
+        g_ggml.ggml_get_type_traits(root->type)->to_float(row, values.data(), root->n_embd);
+        kvt_page_put_f32(ref.layout, ref.data, root->part, cell, values.data());
+    }
+}
+
+int fail(const kvt_root * root, int rc, const char * what) {
+    return rc == KVT_OK ? KVT_OK : root->buffer->domain->fail(rc, what);
+}
+
+// Walks the rows that [off, off + size) touches, page by page. fn(ref, cell, row_off, n_bytes, done) handles one row's
+// bytes [row_off, row_off + n_bytes), which are the range's bytes from `done` on.
+access_of(page_whole) says how to take a page.
+template <typename Access, typename Row>
+int walk(kvt_root * root, size_t off, size_t size, Access access_of, Row fn) {
+    kvt_layer * layer = nullptr;
+    int rc = kvt_cache_open(root->cache, &layer);
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    const int32_t page_tokens = layer->params.geo.page_tokens;
+    for (size_t done = 0; done < size; ) {
+        const int64_t   row   = (int64_t) ((off + done)/root->row_bytes);
+        const row_place place = place_of(root, page_tokens, row);
+        held_page       page;
+        rc = page.take(layer->array, place.page, access);
+        if (rc != KVT_OK) {
+            return fail(root, rc, "cannot reach a page of the cache");
+        }
+        for (int64_t i = 0; i < place.n_left && done < size; i++) {
+            const size_t row_off = (off + done)%root->row_bytes;
+            const size_t n_bytes = std::min(root->row_bytes - row_off, size - done);
+            fn(page.ref(), place.cell + (int32_t) i, row_off, n_bytes, done);
+            done += n_bytes;
+        }
+    }
+    return KVT_OK;
+}
+
+} // namespace
+
+int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst) {
+    if (!root->cache->layer) {
+        memset(dst, 0, size); // nothing was ever written
+        return KVT_OK;
+    }
+    std::vector<char> row(root->row_bytes);
+    return walk(root, off, size, KVT_READ, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
+        char * out = static_cast<char *>(dst) + done;
+        if (n == root->row_bytes) {
+            get_row(root, ref, cell, out);
+        } else {
+            get_row(root, ref, cell, row.data());
+            memcpy(out, row.data() + row_off, n);
+        }
+    });
+}
+
+int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src) {
+    std::vector<char> row(root->row_bytes);
+    return walk(root, off, size, KVT_WRITE, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
+        const char * in = static_cast<const char *>(src) + done;
+        if (n == root->row_bytes) {
+            put_row(root, ref, cell, in);
+        } else {
+            get_row(root, ref, cell, row.data());
+            memcpy(row.data() + row_off, in, n);
+            put_row(root, ref, cell, row.data());
+        }
+    });
+}
+
+int kvt_paged_fill(kvt_root * root, size_t off, size_t size, uint8_t value) {
+    if (value == 0 && !root->cache->layer) {
+        return KVT_OK; // nothing was ever written: it reads as zeros
+    }
+    const std::vector<char> row(root->row_bytes, (char) value);
+    for (size_t done = 0; done < size; ) {
+        const size_t n  = std::min(root->row_bytes - (off + done)%root->row_bytes, size - done);
+        const int    rc = kvt_paged_write(root, off + done, n, row.data());
+        if (rc != KVT_OK) {
+            return rc;
+        }
+        done += n;
+    }
+    return KVT_OK;
+}
+
+int kvt_paged_clear(kvt_cache_layer * cache) {
+    if (!cache->layer) {
+        return KVT_OK;
+    }
+    kvt_array * array = cache->layer->array;
+    kvt_mass_clear(cache->layer->mass, 0, cache->layer->mass->n_cells);
+    return fail(cache->k ? cache->k : cache->v, kvt_array_discard(array, 0, kvt_array_n_pages(array)), "cannot clear the cache");
+}
+
+int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows) {
+    kvt_layer * from = src->cache->layer;
+    kvt_layer * to   = nullptr;
+    if (!from) {
+        return kvt_paged_fill(dst, dst_row*dst->row_bytes, n_rows*dst->row_bytes, 0);
+    }
+    int rc = kvt_cache_open(dst->cache, &to);
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    std::vector<float> row(src->n_embd); // as large as any format's row
+    for (int64_t i = 0; i < n_rows; ) {
+        const row_place a = place_of(src, from->params.geo.page_tokens, src_row + i);
+        const row_place b = place_of(dst, to->params.geo.page_tokens,   dst_row + i);
+        const int64_t   n = std::min({ a.n_left, b.n_left, n_rows - i });
+        held_page in, out;
+        if ((rc = in.take(from->array, a.page, KVT_READ)) != KVT_OK) {
+            return fail(src, rc, "cannot read a page to copy");
+        }
+        const bool is_empty = !in.ref().data;
+        if ((rc = out.take(to->array, b.page, KVT_WRITE)) != KVT_OK) {
+            return fail(dst, rc, "cannot write a copied page");
+        }
+        for (int64_t j = 0; j < n; j++) {
+            if (is_empty) {
+                std::fill(row.begin(), row.end(), 0.0f);
+                kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, row.data());
+                continue;
+            }
+            const enum kvt_format fmt = src->part == KVT_PART_K ? in.ref().layout->fmt_k : in.ref().layout->fmt_v;
+            kvt_page_get_row(in.ref().layout,  in.ref().data,  src->part, a.cell + (int32_t) j, fmt, row.data());
+            kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, fmt, row.data());
+        }
+        i += n;
+    }
+    return KVT_OK;
+}
+
+int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n) {
+    kvt_layer * layer = nullptr;
+    int rc = kvt_cache_open(root->cache, &layer);
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    const int32_t page_tokens = layer->params.geo.page_tokens;
+    held_page page;
+    uint32_t  current = UINT32_MAX;
+    for (size_t i = 0; i < n; i++) {
+        const row_place place = place_of(root, page_tokens, rows[i]);
+        if (place.page != current) {
+            current = UINT32_MAX;
+            rc = page.take(layer->array, place.page, KVT_WRITE);
+            if (rc != KVT_OK) {
+                return fail(root, rc, "cannot write a page of the cache");
+            }
+            current = place.page;
+        }
+        kvt_page_put_f32(page.ref().layout, page.ref().data, root->part, place.cell, values[i]);
+        if (root->part == KVT_PART_K) {
+            kvt_mass_clear(layer->mass, (size_t) place.page*page_tokens + place.cell, 1);
+        }
+    }
+    return KVT_OK;
+}

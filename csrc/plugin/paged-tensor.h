@@ -1,0 +1,19 @@
+#pragma once
+
+// The nominal bytes of a cache tensor, read from and written to its pages. All of llama.cpp's byte access (state save and
+// restore, sequence copies, operations that run on the CPU backend) comes down to these.
+
+#include "buffer.h"
+
+// Bytes [off, off + size) of the root as the nominal type lays them out. Ranges may begin and end inside a row.
+int kvt_paged_read (kvt_root * root, size_t off, size_t size, void * dst);
+int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src);
+// Every byte of the range becomes `value`.
+int kvt_paged_fill (kvt_root * root, size_t off, size_t size, uint8_t value);
+// Every page of the layer, K and V, becomes absent: it reads as zeros and takes no memory.
+int kvt_paged_clear(kvt_cache_layer * cache);
+// Rows from one cache to another of the same width, in the stored format (no rounding where the formats agree).
+int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows);
+
+// Rows of F32 values to the cells `rows` (row = stream*n_cells + cell).
+int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n);

@@ -1,0 +1,24 @@
+#pragma once
+
+// The settings of a domain, from "key=value" text (kvtier.h documents the keys).
+
+#include "../store/store.h"
+
+#include <string>
+
+struct kvt_settings {
+    uint64_t    host_bytes = UINT64_MAX;
+    uint64_t    disk_bytes = 0;
+    std::string dir;
+    // -1: the nominal type of the cache tensor (host), the host's format (disk)
+    int         host_fmt_k = -1, host_fmt_v = -1;
+    int         disk_fmt_k = -1, disk_fmt_v = -1;
+    int32_t     page_tokens   = 32;
+    int32_t     io_threads    = 0;
+    int32_t     protect_first = 1;
+    int32_t     protect_last  = 2;
+    float       mass_decay    = 0.98f;
+};
+
+// 0, or KVT_ERR_CONFIG with a text that names key, value and what is allowed. `text` may be NULL, empty or "@FILE".
+int kvt_settings_parse(const char * text, kvt_settings * out);

@@ -97,8 +97,7 @@ static void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
-static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    backend_context * ctx = static_cast<backend_context *>(backend->context);
+static enum ggml_status compute_graph(backend_context * ctx, ggml_cgraph * graph) {
     const int n_nodes = g_ggml.ggml_graph_n_nodes(graph);
     for (int i = 0; i < n_nodes; i++) {
         ggml_tensor * node = g_ggml.ggml_graph_node(graph, i);
@@ -111,6 +110,15 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgrap
         }
     }
     return GGML_STATUS_SUCCESS;
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    try { // no exception may cross into ggml: memory that runs out is an answer like any other
+        return compute_graph(static_cast<backend_context *>(backend->context), graph);
+    } catch (const std::bad_alloc &) {
+        kvt_log_error("kvtier: out of memory\n");
+        return GGML_STATUS_ALLOC_FAILED;
+    }
 }
 
 static const ggml_backend_i backend_interface = {

@@ -73,7 +73,7 @@ int fail(const kvt_root * root, int rc, const char * what) {
 // Walks the rows that [off, off + size) touches, page by page. fn(ref, cell, row_off, n_bytes, done) handles one row's
 // bytes [row_off, row_off + n_bytes), which are the range's bytes from `done` on.
 template <typename Row>
-int walk(kvt_root * root, size_t off, size_t size, Access access_of, Row fn) {
+int walk(kvt_root * root, size_t off, size_t size, kvt_access access, Row fn) {
     kvt_layer * layer = nullptr;
     int rc = kvt_cache_open(root->cache, &layer);
     if (rc != KVT_OK) {

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-import platformdirs
-
 from .errors import SettingsError
 from .figures import FORMATS
+from .models import cache_dir
 from .sizes import parse_bytes
 
 SUB_PAGE_TOKENS: Final = 32     # pages are made of pieces of this many tokens
@@ -32,7 +31,7 @@ class KVSettings:
         page_tokens: tokens of one page, a multiple of 32; None: the library's own.
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
         protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
-        mass_decay: factor by which older attention mass counts less per step, between 0 and 1.
+        mass_decay: factor by which older attention mass counts less per step, from 0 to below 1.
     """
 
     host: int | None = None
@@ -61,9 +60,9 @@ class KVSettings:
             raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
-        _check_int("protect_last", self.protect_last, 0, 1 << 20)
-        if self.mass_decay is not None and not 0.0 < self.mass_decay <= 1.0:
-            raise SettingsError(f"mass_decay is {self.mass_decay}, which is not between 0 and 1", "Take for example 0.99; 1 never forgets.")
+        _check_int("protect_last", self.protect_last, 1, 1 << 20)
+        if self.mass_decay is not None and not 0.0 <= self.mass_decay < 1.0:
+            raise SettingsError(f"mass_decay is {self.mass_decay}, which is not in [0, 1)", "Take for example 0.99; 0 keeps only the last step.")
 
     def _check_tiers(self) -> None:
         if self.host == 0:
@@ -88,17 +87,20 @@ class KVSettings:
         """The directory of the disk tier: the given one, or the user's cache folder, or None without a disk tier."""
         if self.disk is None:
             return None
-        return self.dir if self.dir is not None else Path(platformdirs.user_cache_dir("kvtier")) / "pages"
+        return self.dir if self.dir is not None else cache_dir() / "pages"
 
     def to_native(self) -> str:
-        """The settings as the native library reads them: key=value lines (see kvtier.h)."""
+        """The settings as the native library reads them: key=value lines (see kvtier.h).
+
+        Every line ends with a line break: a text with line breaks is split at those only, so a directory may hold a comma.
+        """
         pairs = (
             ("host", self.host), ("disk", self.disk), ("dir", self.disk_dir()),
             ("host-k", self.host_type_k), ("host-v", self.host_type_v), ("disk-k", self.disk_type_k), ("disk-v", self.disk_type_v),
             ("page-tokens", self.page_tokens), ("io-threads", self.io_threads),
             ("protect-first", self.protect_first), ("protect-last", self.protect_last), ("mass-decay", self.mass_decay),
         )
-        return "\n".join(f"{key}={value}" for key, value in pairs if value is not None)
+        return "".join(f"{key}={value}\n" for key, value in pairs if value is not None)
 
 
 def _bytes(name: str, value: str | int | None) -> int | None:
@@ -124,8 +126,8 @@ def _directory(value: str | os.PathLike[str] | None) -> Path | None:
     text = os.fspath(value)
     if not text.strip():
         raise SettingsError("the directory of the disk tier is empty text", "Name a directory, or leave it out for the user's cache folder.")
-    if any(c in text for c in ",\n\r\0"):
-        raise SettingsError(f"the directory {text!r} has a comma or a line break in its name, which settings cannot hold",
+    if any(c in text for c in "\n\r\0"):
+        raise SettingsError(f"the directory {text!r} has a line break in its name, which settings cannot hold",
                             "Take another directory, or a symbolic link to this one.")
     return Path(text).expanduser().absolute()
 

@@ -1,0 +1,71 @@
+"""The program `kvtier`: subcommands are loaded when they are used, errors become one message and an exit code."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import IO, Any, Final
+
+import click
+
+from ..errors import KvtierError, OutOfMemoryError
+from . import ui
+
+# Each is a module of this package with an object `command`.
+COMMANDS: Final = ("run", "plan", "doctor", "models", "eval", "bench", "plugin-path")
+EXIT_INTERRUPTED: Final = 130
+
+
+class CliError(click.ClickException):
+    """Shows a KvtierError the way click shows its own."""
+
+    def __init__(self, problem: KvtierError) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+        self.exit_code = problem.exit_code
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        ui.error(self.problem)
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if find_spec(_module(name)) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = import_module(_module(cmd_name)).command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{_module(cmd_name)}.command is not a command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvtierError as err:
+            raise CliError(err) from err
+        except MemoryError as err:
+            raise CliError(OutOfMemoryError("out of memory", "Take a smaller context or model, or close other programs.")) from err
+        except (KeyboardInterrupt, click.Abort):
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+def _module(name: str) -> str:
+    return f"{__package__}.{name.replace('-', '_')}"
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from .. import __version__
+
+        click.echo(f"kvtier {__version__}")
+        ctx.exit()
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version and exit.")
+def main() -> None:
+    """Long contexts for llama.cpp: the KV cache in pages on RAM and disk."""

@@ -1,0 +1,84 @@
+"""The conversation on a terminal that `kvtier run` starts when it gets no prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ..errors import ContextLengthError
+from . import ui
+from .signals import StopFlag
+
+if TYPE_CHECKING:
+    from ..generation import Sampling
+    from ..llama import Llama
+
+_HELP: Final = "/exit ends, /new forgets the conversation, /figures shows the cache. Ctrl-C stops an answer."
+_TERMINATED: Final = 143
+
+
+def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> int:
+    """Talk until /exit or the end of input. Returns the exit code."""
+    from ..chat import ChatTemplate, Message
+
+    with load() as llm:
+        template = ChatTemplate(llm)
+        if not template.is_own:
+            ui.warn("the model brings no chat template, so ChatML is used: a model that was not trained to chat will ramble")
+        ui.say(_HELP)
+        messages: list[Message] = []
+        while not stop():
+            line = _ask()
+            if line is None or line == "/exit":
+                break
+            if line == "/new":
+                messages.clear()
+            elif line == "/figures":
+                ui.table(_figures(llm))
+            elif line.startswith("/"):
+                ui.say(_HELP)
+            elif line:
+                messages.append(Message("user", line))
+                try:
+                    messages.append(Message("assistant", _answer(llm, template.tokens(messages), sampling, stop)))
+                except ContextLengthError as err:
+                    messages.pop()
+                    ui.error(err)
+                    ui.say("/new starts again with an empty context.")
+                if stop() and stop.exit_code != _TERMINATED:
+                    stop.clear()
+    return stop.exit_code
+
+
+def _ask() -> str | None:
+    """A line of input; None at its end, or when a signal came while waiting."""
+    try:
+        line: str = click.prompt("", prompt_suffix="> ", default="", show_default=False, err=True)
+    except click.Abort:
+        return None
+    return line.strip()
+
+
+def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag) -> str:
+    from ..generation import Generation
+    from ..report import rate_line
+
+    generation = Generation(llm, tokens, sampling, stop)
+    with ui.prefill_progress() as progress:
+        finished = generation.prefill(progress)
+    answer: list[str] = []
+    if finished:
+        for piece in generation.decode():
+            answer.append(piece)
+            click.echo(piece, nl=False)
+    click.echo()
+    ui.say(rate_line(generation.timing()))
+    return "".join(answer)
+
+
+def _figures(llm: Llama) -> list[tuple[str, str]]:
+    from ..report import kv_rows
+
+    return kv_rows(llm.kv.figures, llm.kv.n_layers)

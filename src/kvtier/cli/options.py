@@ -1,0 +1,88 @@
+"""Option types and groups of options that several commands share. Every option is also an environment variable KVTIER_NAME."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ..figures import FORMATS
+from ..settings import KVSettings
+from ..sizes import parse_bytes, parse_tokens
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class TokensParam(click.ParamType):
+    """A number of tokens: 8192, 32k, 1.5k."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_tokens(value)
+        except ValueError as err:
+            self.fail(str(err), param, ctx)
+
+
+class BytesParam(click.ParamType):
+    """A number of bytes: 2GiB, 512M."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_bytes(value)
+        except ValueError as err:
+            self.fail(str(err), param, ctx)
+
+
+class OneOfParam(click.ParamType):
+    """One of a few names, in any case."""
+
+    def __init__(self, name: str, names: tuple[str, ...]) -> None:
+        self.name = name
+        self.names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).lower() not in self.names:
+            self.fail(f"'{value}' is not one of {', '.join(self.names)}", param, ctx)
+        return str(value).lower()
+
+
+TOKENS = TokensParam()
+BYTES = BytesParam()
+FORMAT = OneOfParam("format", FORMATS)
+
+
+def option(*names: str, **attrs: Any) -> Callable[[F], F]:
+    """click.option with the environment variable of its (last) long name, shown in the help."""
+    long_name = [name for name in names if name.startswith("--")][-1].split("/")[0]
+    return click.option(*names, envvar="KVTIER_" + long_name[2:].replace("-", "_").upper(), show_envvar=False, **attrs)
+
+
+def kv_options(function: F) -> F:
+    """The options that become KVSettings: see `kv_settings`."""
+    for decorate in reversed((
+        option("--kv-host", type=BYTES, metavar="BYTES", help="Budget of the cache in RAM, e.g. 2GiB. [default: no limit]"),
+        option("--kv-disk", type=BYTES, metavar="BYTES", help="Budget of the cache on disk, e.g. 20GiB. [default: no disk tier]"),
+        option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier; must exist. [default: the user's cache folder]"),
+        option("--kv-host-type-k", type=FORMAT, metavar="FMT", help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk]"),
+        option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: -ctv]"),
+        option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
+        option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
+        option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
+        option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),
+        option("--kv-protect-first", type=int, metavar="PAGES", help="Pages at the start that never leave RAM."),
+        option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that never leave RAM."),
+    )):
+        function = decorate(function)
+    return function
+
+
+def kv_settings(options: dict[str, Any]) -> KVSettings:
+    """Take the options of `kv_options` out of `options`. Raises SettingsError."""
+    names = ("host", "disk", "dir", "host_type_k", "host_type_v", "disk_type_k", "disk_type_v", "page_tokens", "io_threads", "protect_first", "protect_last")
+    return KVSettings(**{name: options.pop(f"kv_{name}") for name in names})

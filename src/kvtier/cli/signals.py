@@ -1,0 +1,46 @@
+"""SIGINT and SIGTERM as a flag that long work asks, so that it ends at a point where everything can be cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any, Final
+
+
+class StopFlag:
+    """While the block runs, the first SIGINT or SIGTERM sets the flag; the third ends the process at once, files and all left behind."""
+
+    PATIENCE: Final = 3
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._n_signals = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopFlag:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._before[signum] = signal.signal(signum, self._set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def __call__(self) -> bool:
+        return self.signum is not None
+
+    def clear(self) -> None:
+        self.signum = None
+        self._n_signals = 0
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended; 0 if none came."""
+        return 0 if self.signum is None else 128 + self.signum
+
+    def _set(self, signum: int, _frame: FrameType | None) -> None:
+        self._n_signals += 1
+        if self._n_signals >= self.PATIENCE:
+            os._exit(128 + signum)
+        self.signum = signum

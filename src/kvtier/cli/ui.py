@@ -1,0 +1,101 @@
+"""What people see: tables, progress and errors. The only module that uses rich, always on stderr unless told otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import KvtierError
+from ..models import FetchProgress
+from ..sizes import format_rate
+
+_STAGES = {"wait": "waiting for another process to fetch", "fetch": "fetching", "check": "checking"}
+
+
+def console(stderr: bool = True) -> Console:
+    """A console on the stream as it is now; plain text when the stream is no terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    # Without a terminal the width is nobody's: lines are not wrapped.
+    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+
+
+def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), title: str = "", stderr: bool = True) -> None:
+    """Print a table. The first column is left-aligned, the others right-aligned."""
+    out = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD if header else None, show_header=bool(header), pad_edge=False)
+    rows = [tuple(row) for row in rows]
+    for i in range(max([len(header), *(len(row) for row in rows)])):
+        out.add_column(header[i] if i < len(header) else "", justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(*(Text(cell) for cell in row))
+    console(stderr).print(out)
+
+
+def say(text: str) -> None:
+    """A line of information on stderr."""
+    console().print(Text(text))
+
+
+def warn(text: str) -> None:
+    """A warning on stderr."""
+    console().print(Text.assemble(("warning: ", "yellow"), text))
+
+
+def error(problem: KvtierError) -> None:
+    """An error on stderr: what happened, then what to do."""
+    out = console()
+    first, *rest = str(problem).split("\n")
+    out.print(Text.assemble(("error: ", "bold red"), first))
+    for line in rest:
+        out.print(Text("  " + line.strip()))
+
+
+class _Rate(ProgressColumn):
+    """Tokens per second, over the whole time so far."""
+
+    def render(self, task: Task) -> Text:
+        elapsed = task.finished_time or task.elapsed or 0.0
+        return Text(format_rate(task.completed / elapsed if task.completed and elapsed else None))
+
+
+@contextmanager
+def prefill_progress() -> Iterator[Callable[[int, int], None]]:
+    """Shows tokens done, rate and time left while the block runs; gives the function to call with (done, total).
+
+    Without a terminal nothing is shown.
+    """
+    out = console()
+    if not out.is_terminal:
+        yield lambda _done, _total: None
+        return
+    columns = (SpinnerColumn(), TextColumn("reading the prompt"), BarColumn(bar_width=30), TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
+               _Rate(), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task("prefill", total=1)
+        yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))
+
+
+@contextmanager
+def download_progress() -> Iterator[Callable[[FetchProgress], None]]:
+    """Shows a model's download while the block runs; gives the function to call. Without a terminal, a line per stage."""
+    out = console()
+    if not out.is_terminal:
+        said: set[str] = set()
+
+        def plain(at: FetchProgress) -> None:
+            if at.stage not in said:
+                said.add(at.stage)
+                out.print(Text(f"{_STAGES[at.stage]} {at.name}"))
+
+        yield plain
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=out, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda at: progress.update(task, description=f"{_STAGES[at.stage]} {at.name}", completed=at.n_bytes_done, total=at.n_bytes_total)

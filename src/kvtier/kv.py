@@ -1,0 +1,155 @@
+"""What `Llama.kv` gives: figures of the tiers, and the attention mass of pages and tokens as arrays without copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ._native import Domain, OffloadHook
+from .figures import Figures, LayerFigures
+from .settings import KVSettings
+
+
+class _Borrowed:
+    """The base of an array over native memory: numpy keeps it alive as long as the array or any slice of it."""
+
+    __slots__ = ("__array_interface__", "_lease")
+
+    def __init__(self, lease: CacheLease, address: int, shape: tuple[int, ...]) -> None:
+        self.__array_interface__: dict[str, Any] = {"version": 3, "data": (address, True), "shape": shape, "typestr": np.dtype(np.float32).str}
+        self._lease = lease
+
+    def __del__(self) -> None:
+        self._lease.give_back()
+
+
+class CacheLease:
+    """Frees a model with its cache, but never while an array still points into the cache's memory."""
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        self._free: Callable[[], None] | None = free
+        self._n_borrowed = 0
+        self._closing = False
+        self._lock = threading.RLock()  # an array may die inside any of these functions
+
+    def borrow(self, address: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """A read-only float32 array of `shape` at `address`; empty if there is nothing at it."""
+        if address == 0:
+            return np.zeros((0,) * len(shape), np.float32)
+        with self._lock:
+            self._n_borrowed += 1
+            return np.asarray(_Borrowed(self, address, shape))
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._n_borrowed -= 1
+            self._free_if_due()
+
+    def close(self) -> None:
+        """Free now, or when the last array dies."""
+        with self._lock:
+            self._closing = True
+            self._free_if_due()
+
+    @property
+    def is_freed(self) -> bool:
+        return self._free is None
+
+    def _free_if_due(self) -> None:
+        if self._closing and self._n_borrowed == 0 and self._free is not None:
+            free, self._free = self._free, None
+            free()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMass:
+    """Attention mass of one layer: the share of softmax probability that a token or page received, per query head.
+
+    The arrays are read-only views of memory that the next decode step updates; copy them to keep a moment. While one of them
+    lives, closing the model waits for it.
+
+    Attributes:
+        token_mean, token_max: float32 [n_pages, page_tokens], decayed mean and maximum per cell.
+        page_mean, page_max: float32 [n_pages].
+    """
+
+    figures: LayerFigures
+    token_mean: npt.NDArray[np.float32]
+    token_max: npt.NDArray[np.float32]
+    page_mean: npt.NDArray[np.float32]
+    page_max: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Where the pages of one layer are: arrays of [n_pages].
+
+    Attributes:
+        tier: uint8, index into kvtier.figures.TIERS.
+        format_k: uint8, index into kvtier.figures.FORMATS.
+        last_use: uint64, step of the last use.
+    """
+
+    tier: npt.NDArray[np.uint8]
+    format_k: npt.NDArray[np.uint8]
+    last_use: npt.NDArray[np.uint64]
+
+
+class KVCache:
+    """The KV cache of one model. Everything here raises NativeError once the model is closed."""
+
+    def __init__(self, domain: Domain, lease: CacheLease, settings: KVSettings) -> None:
+        self._domain: Final = domain
+        self._lease: Final = lease
+        self.settings: Final = settings
+
+    @property
+    def figures(self) -> Figures:
+        """Counts since the model was loaded, and the tiers as they are now."""
+        return self._domain.figures()
+
+    @property
+    def n_layers(self) -> int:
+        """Layers with a paged cache; known once something was decoded. 0 after that: the model has no attention layer."""
+        return self._domain.n_layers()
+
+    @property
+    def last_error(self) -> str:
+        """What went wrong last in the store; empty if nothing did."""
+        return self._domain.last_error()
+
+    def layer(self, index: int) -> LayerMass:
+        """The attention mass of the index-th layer that has a cache."""
+        raw = self._domain.layer(index)
+        cells = (raw.n_pages, raw.page_tokens)
+        return LayerMass(raw, self._lease.borrow(raw.token_mean_address, cells), self._lease.borrow(raw.token_max_address, cells),
+                         self._lease.borrow(raw.page_mean_address, cells[:1]), self._lease.borrow(raw.page_max_address, cells[:1]))
+
+    def layers(self) -> tuple[LayerMass, ...]:
+        """The attention mass of all layers, by layer number."""
+        return tuple(sorted((self.layer(i) for i in range(self.n_layers)), key=lambda mass: mass.figures.layer))
+
+    def pages(self, index: int) -> LayerPages:
+        """Where the pages of the index-th layer are; copies."""
+        return LayerPages(*self._domain.pages(index))
+
+    def on_offload(self, on_leave: OffloadHook | None = None, on_return: OffloadHook | None = None) -> None:
+        """Be told when a page is about to leave RAM and when one came back; None ends it.
+
+        The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V. They
+        run on the library's threads and must not decode. An exception in one is printed and otherwise ignored.
+        """
+        self._domain.set_offload(on_leave, on_return)
+
+    def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
+        """Move pages of an array (see LayerFigures.array) to "host" or "disk"; returns how many were moved."""
+        return self._domain.move(array, pages, to_tier)
+
+    def evict_every_step(self, on: bool = True) -> None:
+        """For tests: let every page that may leave RAM do so after each step."""
+        self._domain.evict_every_step(on)

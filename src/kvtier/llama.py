@@ -1,0 +1,202 @@
+"""`kvtier.Llama`: llama_cpp.Llama with its KV cache in tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import llama_cpp.llama_cpp as api
+import numpy as np
+from typing_extensions import Self
+
+from . import _native, gguf, runtime
+from .errors import CancelledError, ContextLengthError, KvtierError, LlamaError, SettingsError
+from .kv import CacheLease, KVCache
+from .settings import KVSettings
+
+_NO_SLOT, _ABORTED = 1, 2   # what llama_decode answers when the context is full, and when it was stopped
+
+
+class Llama(llama_cpp.Llama):
+    """A llama_cpp.Llama that keeps its KV cache in pages on RAM and disk.
+
+    Takes the arguments of llama_cpp.Llama, and those below. Flash attention is always on, and the layers' caches always go to
+    our device; weights stay where llama.cpp can compute with them.
+
+    Args:
+        model_path: the GGUF file.
+        kv_host: budget of the cache in RAM, bytes or text such as "2GiB"; None: no limit.
+        kv_disk: budget of the cache on disk; None: no disk tier.
+        kv_dir: directory of the disk tier; None: the user's cache folder.
+        kv_host_type_k, kv_host_type_v, kv_disk_type_k, kv_disk_type_v: storage formats (f32 f16 bf16 q8_0 q4_0 q4_1); RAM
+            takes type_k and type_v by default, disk takes RAM's.
+        page_tokens: tokens per page, a multiple of 32.
+        kv_settings: all of the above in one object, instead of them.
+        type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
+
+    Raises:
+        GgufError: the file is missing or no usable model.
+        SettingsError: an argument cannot be used.
+        NativeError: the tiers could not be set up (BudgetError, DirectoryError, ...).
+        LlamaError: llama.cpp could not load the model or create the context; holds what it logged.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        kv_host: int | str | None = None,
+        kv_disk: int | str | None = None,
+        kv_dir: str | Path | None = None,
+        kv_host_type_k: str | None = None,
+        kv_host_type_v: str | None = None,
+        kv_disk_type_k: str | None = None,
+        kv_disk_type_v: str | None = None,
+        page_tokens: int | None = None,
+        kv_settings: KVSettings | None = None,
+        type_k: int | str | None = None,
+        type_v: int | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        own = {"host": kv_host, "disk": kv_disk, "dir": kv_dir, "host_type_k": kv_host_type_k, "host_type_v": kv_host_type_v,
+               "disk_type_k": kv_disk_type_k, "disk_type_v": kv_disk_type_v, "page_tokens": page_tokens}
+        settings = _merge(kv_settings, own).with_cache_types(_type_name("type_k", type_k), _type_name("type_v", type_v))
+        _check_arguments(kwargs)
+        gguf.read_model(model_path)  # llama.cpp must never see a damaged file
+
+        loaded = runtime.load()
+        _make_dir(settings)
+        domain = _native.Domain(settings.to_native())
+        try:
+            self._load(loaded, domain, str(model_path), _ggml_type(type_k), _ggml_type(type_v), kwargs)
+        except BaseException:
+            if "_stack" in self.__dict__:
+                self._stack.close()
+            domain.close()
+            raise
+        self._lease = CacheLease(_Free(self._stack, domain))
+        self._kv = KVCache(domain, self._lease, settings)
+
+    def _load(self, loaded: runtime.Runtime, domain: _native.Domain, model_path: str, type_k: int, type_v: int, kwargs: dict[str, Any]) -> None:
+        self._devices = runtime.device_array(loaded.device)
+        kwargs = {**kwargs, "n_gpu_layers": -1, "flash_attn": True, "offload_kqv": True}
+        runtime.log.clear()
+        try:
+            with runtime.loading_onto(self._devices), runtime.bound(domain):
+                super().__init__(model_path, type_k=type_k, type_v=type_v, **kwargs)
+        except KvtierError:
+            raise
+        except (ValueError, RuntimeError) as err:
+            raise runtime.llama_error(str(err), domain) from err
+        if self.input_ids.shape[0] < self._n_ctx:  # llama.cpp rounds the context up
+            self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
+        # Every decode of llama_cpp goes through the context, whichever method of Llama starts it.
+        self._ctx.decode = _Decode(self._ctx, domain)
+
+    @property
+    def kv(self) -> KVCache:
+        """Figures of the tiers and attention mass."""
+        return self._kv
+
+    def eval(self, tokens: Any) -> None:
+        """Evaluate tokens after those evaluated so far.
+
+        Raises ContextLengthError if they do not fit, NativeError if the store failed, LlamaError if llama.cpp did.
+        """
+        if self.n_tokens + len(tokens) > self._n_ctx:
+            raise ContextLengthError(self.n_tokens + len(tokens), self._n_ctx)
+        super().eval(tokens)
+
+    def close(self) -> None:
+        """Free the model, its cache and the files of its disk tier; waits for arrays that still point into the cache."""
+        lease: CacheLease | None = self.__dict__.get("_lease")
+        if lease is not None:
+            lease.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "kv_settings": self._kv.settings}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Free:
+    """Frees a model, then its domain. Does not hold the model's Python object, so that dropping that one frees all."""
+
+    def __init__(self, stack: Any, domain: _native.Domain) -> None:
+        self._stack = stack
+        self._domain = domain
+
+    def __call__(self) -> None:
+        self._stack.close()
+        self._domain.close()
+
+
+class _Decode:
+    """LlamaContext.decode with typed errors."""
+
+    def __init__(self, context: Any, domain: _native.Domain) -> None:
+        self._context = context
+        self._domain = domain
+
+    def __call__(self, batch: Any) -> None:
+        code = api.llama_decode(self._context.ctx, batch.batch)
+        if code == 0:
+            return
+        if code == _ABORTED:
+            raise CancelledError("the computation was stopped")
+        n_ctx = int(self._context.n_ctx())
+        if code == _NO_SLOT:
+            raise LlamaError(f"no free place in the cache for {batch.batch.n_tokens} tokens: the context holds {n_ctx:,}",
+                             "Take a larger context (n_ctx), or remove sequences that are no longer needed.", runtime.log.problems())
+        raise runtime.llama_error(f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})", self._domain)
+
+
+def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:
+    given = {name: value for name, value in own.items() if value is not None}
+    if settings is None:
+        return KVSettings(**given)
+    if given:
+        raise SettingsError(f"both kv_settings and {', '.join(given)} are given", "Put everything in kv_settings, or leave it out.")
+    return settings
+
+
+def _type_name(argument: str, value: int | str | None) -> str | None:
+    """The name of a cache type that is also a storage format of ours; None if it was not given."""
+    if value is None:
+        return None
+    names = {number: name for name, number in runtime.GGML_TYPES.items()}
+    name = value.lower() if isinstance(value, str) else names.get(int(value))
+    if name not in runtime.GGML_TYPES:
+        raise SettingsError(f"{argument} is {value!r}, which is not a type that the cache can have", f"Take one of {', '.join(runtime.GGML_TYPES)}.")
+    return name
+
+
+def _ggml_type(value: int | str | None) -> int:
+    if value is None:
+        return runtime.GGML_TYPES["f16"]
+    return runtime.GGML_TYPES[value.lower()] if isinstance(value, str) else int(value)
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("offload_kqv") is False:
+        raise SettingsError("offload_kqv is False, which would keep the cache away from the tiers", "Leave it out, or use llama_cpp.Llama.")
+    n_ctx = kwargs.get("n_ctx", 512)
+    if n_ctx < 0:
+        raise SettingsError(f"n_ctx is {n_ctx}", "Take a number of tokens, or 0 for what the model was trained for.")
+
+
+def _make_dir(settings: KVSettings) -> None:
+    """The user's cache folder is made when needed; a directory that was named must exist."""
+    path = settings.disk_dir()
+    if path is not None and settings.dir is None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise _native.from_code(-8, f"the directory of the disk tier cannot be made: {path}: {err.strerror}") from err
+
+

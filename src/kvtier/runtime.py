@@ -1,0 +1,177 @@
+"""Brings the native library into llama.cpp: loads the plug-in, hands its device to a model load, keeps llama.cpp's log.
+
+Order matters. `llama_cpp` comes first: it brings ggml into the process. Then ggml loads our library as a backend, and only
+then its own functions are opened (the same image).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import llama_cpp
+import llama_cpp.llama_cpp as api
+from llama_cpp._ggml import libggml
+
+from . import _native
+from .errors import LibraryError, LlamaError
+
+DEVICE_NAME: Final = b"KVT0"
+GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}
+LOG_LINES: Final = 200
+SHOWN_LOG_LINES: Final = 8
+_LOG_LEVEL_WARN: Final = 2
+_LOG_LEVEL_CONT: Final = 5
+
+_load_lock = threading.Lock()
+_runtime: Runtime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What is loaded: the library's file and its device as a ggml handle."""
+
+    library: Path
+    device: int
+
+
+class LogTail:
+    """Keeps the last lines that llama.cpp and ggml logged, and passes them on unless `muted`."""
+
+    def __init__(self) -> None:
+        self.muted = False
+        self._lines: deque[tuple[int, str]] = deque(maxlen=LOG_LINES)
+        self._partial = ""
+        self._level = 0
+        self._lock = threading.Lock()  # ggml logs from any thread
+        self._forward: Any = None
+        self._user_data = ctypes.c_void_p()
+        self._callback = api.llama_log_callback(self._receive)  # must outlive every use of ggml
+        self._installed = False
+
+    def install(self) -> None:
+        """Become llama.cpp's log callback; the one before still gets everything unless `muted`."""
+        if self._installed:
+            return
+        forward = api.llama_log_callback()
+        api.llama_log_get(ctypes.byref(forward), ctypes.byref(self._user_data))
+        self._forward = forward if ctypes.cast(forward, ctypes.c_void_p).value else None
+        api.llama_log_set(self._callback, ctypes.c_void_p())
+        self._installed = True
+
+    def clear(self) -> None:
+        with self._lock:
+            self._lines.clear()
+            self._partial = ""
+
+    def problems(self) -> tuple[str, ...]:
+        """The last warnings and errors, oldest first; the last lines of any kind if there were none."""
+        with self._lock:
+            lines = [line for level, line in self._lines if level in (_LOG_LEVEL_WARN, _LOG_LEVEL_WARN + 1)] or [line for _, line in self._lines]
+        return tuple(lines[-SHOWN_LOG_LINES:])
+
+    def _receive(self, level: int, text: bytes | None, _user_data: Any) -> None:
+        with self._lock:
+            self._level = self._level if level == _LOG_LEVEL_CONT else level
+            *whole, self._partial = (self._partial + (text or b"").decode("utf-8", "replace")).split("\n")
+            self._lines.extend((self._level, line.rstrip()) for line in whole if line.strip(" ."))
+        if not self.muted and self._forward is not None:
+            self._forward(level, text, self._user_data)
+
+
+log: Final = LogTail()
+
+
+def load() -> Runtime:
+    """Load the plug-in into llama.cpp, once per process. Raises LibraryError with the reason if it cannot be."""
+    global _runtime
+    with _load_lock:
+        if _runtime is None:
+            log.install()
+            api.llama_backend_init()
+            _runtime = _load_plugin(_native.library_path())
+        return _runtime
+
+
+def _load_plugin(path: Path) -> Runtime:
+    libggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    libggml.ggml_backend_load.restype = ctypes.c_void_p
+    libggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    libggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    # A program may have loaded it already, through GGML_BACKEND_PATH.
+    device = libggml.ggml_backend_dev_by_name(DEVICE_NAME)
+    if not device:
+        log.clear()
+        libggml.ggml_backend_load(str(path).encode())
+        device = libggml.ggml_backend_dev_by_name(DEVICE_NAME)
+    if not device:
+        reason = _refusal() or "\n".join(log.problems()) or "ggml gave no reason"
+        raise LibraryError(f"llama-cpp-python {llama_cpp.__version__} did not accept the native library {path}: {reason}",
+                           "Install a llama-cpp-python that this version of kvtier supports (`kvtier doctor` says which).")
+    _native.load()
+    return Runtime(path, int(device))
+
+
+def _refusal() -> str:
+    """Why the library refused this ggml, if it can be opened at all."""
+    try:
+        _native.load()
+        return _native.last_error()
+    except LibraryError as err:
+        return err.message
+
+
+_default_model_params: Final = api.llama_model_default_params
+_assigned = threading.local()   # .devices: the array for the model that this thread is loading
+
+
+def _model_default_params() -> Any:
+    params = _default_model_params()
+    devices = getattr(_assigned, "devices", None)
+    if devices is not None:
+        params.devices = ctypes.cast(devices, ctypes.c_void_p)
+    return params
+
+
+@contextmanager
+def loading_onto(devices: ctypes.Array[ctypes.c_void_p]) -> Iterator[None]:
+    """Models that this thread loads in the block get `devices`, a NULL-ended array that must outlive the model.
+
+    `llama_cpp.Llama` has no argument for it, but takes its model parameters from `llama_model_default_params`: that one
+    function is replaced by one that answers differently in a thread that is inside such a block, and the same elsewhere.
+    """
+    api.llama_model_default_params = _model_default_params
+    _assigned.devices = devices
+    try:
+        yield
+    finally:
+        _assigned.devices = None
+
+
+def device_array(device: int) -> ctypes.Array[ctypes.c_void_p]:
+    """A NULL-ended array of one device."""
+    return (ctypes.c_void_p * 2)(device, None)
+
+
+@contextmanager
+def bound(domain: _native.Domain) -> Iterator[None]:
+    """Caches that this thread allocates in the block belong to `domain`."""
+    domain.bind()
+    try:
+        yield
+    finally:
+        _native.Domain.unbind()
+
+
+def llama_error(what: str, domain: _native.Domain | None) -> Exception:
+    """The typed error for a failure of llama.cpp: the native library's own if it has one, else what llama.cpp logged."""
+    text = domain.last_error() if domain is not None and domain.is_open else ""
+    if text:
+        return _native.error_from_text(text)
+    return LlamaError(what, "The last lines of llama.cpp's log say why.", log.problems())

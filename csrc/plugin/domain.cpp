@@ -109,7 +109,10 @@ void kvt_domain_state::remove_layer(kvt_layer * layer) {
 int kvt_domain_state::fail(int code, const char * what) {
     char text[768] = "";
     kvt_store_last_error(m_store, text, sizeof(text));
-    std::string message = text[0] ? std::string(text) : std::string(what) + ": " + kvt_error_message(code);
+    // the general message comes first: a host program that only has the text tells the kinds of failures apart by it
+    const std::string detail  = text[0] ? text : what;
+    const std::string general = kvt_error_message(code);
+    std::string       message = detail.find(general) != std::string::npos ? detail : general + ": " + detail;
     kvt_fail(code, "%s", message.c_str());
     std::lock_guard<std::mutex> lock(m_mutex);
     m_error = std::move(message);

@@ -1,0 +1,102 @@
+"""What llama.cpp does to caches beside appending: several sequences and streams, copies, removals, shifts.
+
+Every scenario runs twice, on the stock CPU cache and on ours, and must give the same next-token distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from .contexts import Context, open_context
+from .texts import source_text
+
+Logits = npt.NDArray[np.float32]
+
+
+def kl(p_logits: Logits, q_logits: Logits) -> float:
+    """Largest KL divergence over the rows, in nats."""
+    p = p_logits.astype(np.float64) - np.logaddexp.reduce(p_logits.astype(np.float64), axis=-1, keepdims=True)
+    q = q_logits.astype(np.float64) - np.logaddexp.reduce(q_logits.astype(np.float64), axis=-1, keepdims=True)
+    return float(np.max(np.sum(np.exp(p) * (p - q), axis=-1)))
+
+
+def append(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:300])
+    return c.feed(tokens[300:320], first=300)
+
+
+def remove_and_refill(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:200])
+    assert llama_cpp.llama_memory_seq_rm(c.memory, 0, 100, 200)
+    c.feed(tokens[300:400], first=100)
+    return c.feed(tokens[400:405], first=200)
+
+
+def two_sequences(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:90], seq=0)
+    c.feed(tokens[100:220], seq=1)
+    return c.decode([tokens[90], tokens[220]], [90, 120], [[0], [1]])
+
+
+def copy_sequence(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:130], seq=0)
+    llama_cpp.llama_memory_seq_cp(c.memory, 0, 1, -1, -1)
+    first = c.feed(tokens[130:140], seq=1, first=130)
+    assert llama_cpp.llama_memory_seq_rm(c.memory, 0, -1, -1)
+    return np.concatenate([first, c.feed(tokens[140:150], seq=1, first=140)])
+
+
+def shift(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:256])
+    assert llama_cpp.llama_memory_can_shift(c.memory)
+    assert llama_cpp.llama_memory_seq_rm(c.memory, 0, 4, 100)
+    llama_cpp.llama_memory_seq_add(c.memory, 0, 100, -1, -96)
+    return c.feed(tokens[256:266], first=160)
+
+
+def clear_and_reuse(c: Context, tokens: list[int]) -> Logits:
+    c.feed(tokens[:200])
+    llama_cpp.llama_memory_clear(c.memory, True)
+    return c.feed(tokens[200:260])
+
+
+SCENARIOS: list[Callable[[Context, list[int]], Logits]] = [append, remove_and_refill, two_sequences, copy_sequence, shift, clear_and_reuse]
+
+
+@pytest.mark.parametrize("kv_unified", [False, True], ids=["streams", "unified"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[s.__name__ for s in SCENARIOS])
+def test_same_as_stock(smollm2_path: Path, scenario: Callable[[Context, list[int]], Logits], kv_unified: bool) -> None:
+    options = {"n_seq_max": 2, "kv_unified": kv_unified, "n_ctx": 1024}
+    with open_context(smollm2_path, ours=False, **options) as stock, open_context(smollm2_path, ours=True, **options) as ours:
+        tokens = stock.tokenize(source_text(), 500)
+        assert kl(scenario(stock, tokens), scenario(ours, tokens)) < 0.02
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[s.__name__ for s in SCENARIOS])
+def test_same_on_disk(smollm2_path: Path, tmp_path: Path, scenario: Callable[[Context, list[int]], Logits]) -> None:
+    options = {"n_seq_max": 2, "n_ctx": 1024, "ours": True}
+    settings = f"host=4MiB\ndisk=1GiB\ndir={tmp_path}\n"
+    with open_context(smollm2_path, **options) as in_ram, open_context(smollm2_path, settings=settings, **options) as on_disk:
+        tokens = in_ram.tokenize(source_text(), 500)
+        np.testing.assert_allclose(scenario(on_disk, tokens), scenario(in_ram, tokens), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("type_k", ["q8_0", "q4_0", "bf16", "f32"])
+def test_shift_of_other_types(smollm2_path: Path, type_k: str) -> None:
+    with open_context(smollm2_path, ours=False, type_k=type_k) as stock, open_context(smollm2_path, ours=True, type_k=type_k) as ours:
+        tokens = stock.tokenize(source_text(), 500)
+        assert kl(shift(stock, tokens), shift(ours, tokens)) < 0.05
+
+
+def test_without_flash_attention(smollm2_path: Path) -> None:
+    """Not our way, but an answer all the same: the CPU backend computes over gathered rows."""
+    with open_context(smollm2_path, ours=False, flash_attn=False) as stock, open_context(smollm2_path, ours=True, flash_attn=False) as ours:
+        tokens = stock.tokenize(source_text(), 500)
+        assert kl(append(stock, tokens), append(ours, tokens)) < 0.02
+        assert ours.domain is not None and ours.domain.figures().n_fallback > 0

@@ -1,0 +1,133 @@
+"""The benchmark's tables for people, and JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..measuring.figures import Spread
+from ..measuring.table import markdown
+from .results import BASELINES, BenchResult, DecodeResult, PrefillResult
+
+
+def context_name(context: int) -> str:
+    """ "empty", "8k", "1,000": a context as the table's headings say it."""
+    if context == 0:
+        return "empty"
+    return f"{context // 1024}k" if context % 1024 == 0 else f"{context:,}"
+
+
+def _ratio(value: Spread) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}..{value.high:.2f})"
+
+
+def _against(result: DecodeResult | PrefillResult, name: str) -> list[str]:
+    return [
+        "-" if name == baseline or baseline not in result.seconds else _ratio(result.ratio(name, baseline))
+        for baseline in BASELINES
+    ]
+
+
+def decode_table(result: DecodeResult, bench: BenchResult) -> str:
+    """One context and thread count: rates, noise, ratios, roofline."""
+    memory = bench.memory_bytes_per_s[result.n_threads]
+    rows = []
+    for name in result.seconds:
+        rate, traffic = result.rate(name), result.traffic[name]
+        roof = traffic.roof(memory, bench.disk_bytes_per_s)
+        moved = f"{(traffic.weight_bytes + traffic.kv_bytes) / 1e6:,.0f}"
+        if traffic.disk_bytes > 0:
+            moved += f" + {traffic.disk_bytes / 1e6:,.0f} disk"
+        rows.append(
+            [
+                name,
+                f"{rate.median:.1f}",
+                f"{100 * rate.noise:.0f} %",
+                *_against(result, name),
+                moved,
+                f"{roof:.0f}",
+                f"{100 * rate.median / roof:.0f} %",
+            ]
+        )
+    header = ("configuration", "tokens/s", "noise", "x stock f16", "x stock q8_0", "MB/token", "roof tokens/s", "of roof")
+    title = f"### decode, {context_name(result.context)} context, {_threads(result.n_threads)}"
+    return f"{title}\n\n{markdown(header, rows)}"
+
+
+def _threads(n: int) -> str:
+    return f"{n} thread" + ("" if n == 1 else "s")
+
+
+def prefill_table(result: PrefillResult) -> str:
+    """Prefill rates and ratios of sums, with the range of the chunks' ratios."""
+    rows = [[name, f"{result.rate(name):.1f}", *_against(result, name)] for name in result.seconds]
+    how = f", {len(next(iter(result.seconds.values())))} chunks sampled" if result.sampled else ""
+    title = f"### prefill of {context_name(result.n_tokens)}, {_threads(result.n_threads)}{how}"
+    return f"{title}\n\n{markdown(('configuration', 'tokens/s', 'x stock f16', 'x stock q8_0'), rows)}"
+
+
+def text(bench: BenchResult) -> str:
+    """The whole report as Markdown."""
+    memory = ", ".join(f"{_threads(n)}: {b / 1e9:.1f} GB/s" for n, b in bench.memory_bytes_per_s.items())
+    parts = [f"model: {bench.model}\nmemory read: {memory}" + (f"\ndisk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s" if bench.disk_bytes_per_s else "")]
+    parts += [decode_table(result, bench) for result in bench.decode]
+    if bench.prefill is not None:
+        parts.append(prefill_table(bench.prefill))
+    parts.append("x: median of the rounds' ratios of times, taken next to each other (smallest..largest)")
+    return "\n\n".join(parts)
+
+
+def _spread(value: Spread) -> dict[str, float]:
+    return {"median": value.median, "low": value.low, "high": value.high, "n": value.n}
+
+
+def _decode_json(result: DecodeResult, bench: BenchResult) -> dict[str, Any]:
+    rows = []
+    for name, seconds in result.seconds.items():
+        traffic = result.traffic[name]
+        roof = traffic.roof(bench.memory_bytes_per_s[result.n_threads], bench.disk_bytes_per_s)
+        rows.append(
+            {
+                "name": name,
+                "tokens_per_s": _spread(result.rate(name)),
+                "ratios": {b: _spread(result.ratio(name, b)) for b in BASELINES if b in result.seconds and b != name},
+                "weight_bytes": traffic.weight_bytes,
+                "kv_bytes": traffic.kv_bytes,
+                "disk_bytes": traffic.disk_bytes,
+                "roof_tokens_per_s": roof,
+                "filled": result.filled[name],
+                "seconds": seconds,
+            }
+        )
+    return {"context": result.context, "n_threads": result.n_threads, "block_tokens": result.block_tokens, "rows": rows}
+
+
+def _prefill_json(result: PrefillResult) -> dict[str, Any]:
+    rows = [
+        {
+            "name": name,
+            "tokens_per_s": result.rate(name),
+            "ratios": {b: _spread(result.ratio(name, b)) for b in BASELINES if b in result.seconds and b != name},
+            "seconds": seconds,
+        }
+        for name, seconds in result.seconds.items()
+    ]
+    return {
+        "n_tokens": result.n_tokens,
+        "n_threads": result.n_threads,
+        "chunk_tokens": result.chunk_tokens,
+        "sampled": result.sampled,
+        "rows": rows,
+    }
+
+
+def to_json(bench: BenchResult) -> dict[str, Any]:
+    """Every number of the report and the times behind it."""
+    return {
+        "model": bench.model,
+        "machine": bench.machine,
+        "memory_bytes_per_s": {str(n): b for n, b in bench.memory_bytes_per_s.items()},
+        "disk_bytes_per_s": bench.disk_bytes_per_s,
+        "decode": [_decode_json(result, bench) for result in bench.decode],
+        "prefill": _prefill_json(bench.prefill) if bench.prefill else None,
+        "failures": [{"name": name, "error": error} for name, error in bench.failures],
+    }

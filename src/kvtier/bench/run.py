@@ -1,0 +1,182 @@
+"""Runs a benchmark: children kept alive side by side, timed one at a time in turn."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..measuring.child import Child
+from ..measuring.config import Configuration, Opening, rope_for
+from ..measuring.errors import MeasuringError
+from .plan import STOCK_F16, BenchPlan, quarter, resident_configurations
+from .results import BenchResult, DecodeResult, PrefillResult, Times, Traffic
+
+Report = Callable[[str], None]
+
+_SLACK_TOKENS = 512  # room for the timed steps and one batch
+
+
+@dataclass
+class _Lane:
+    """One configuration's process and what is known about it."""
+
+    child: Child
+    how: str = ""
+    kv_bytes: int = 0
+
+
+@dataclass
+class _Bench:
+    plan: BenchPlan
+    report: Report
+    tokens: list[int] = field(default_factory=list)
+    n_ctx_train: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+
+    def learn(self) -> tuple[dict[int, float], float]:
+        """Tokenise the text, then measure memory and disk; bytes per second by threads, and of the disk."""
+        plan = self.plan
+        with Child(Opening(str(plan.model), Configuration("tokeniser"), 256, 1)) as child:
+            self.tokens = child.ask("tokenize", text=plan.text)["tokens"][: max(1024, plan.prefill)]
+            self.n_ctx_train = int(child.info["n_ctx_train"])
+        if not self.tokens:
+            raise MeasuringError("the text has no tokens")
+        with Child() as child:
+            self.report("memory bandwidth")
+            memory = {n: float(child.ask("bandwidth", n_threads=n)["bytes_per_s"]) for n in plan.threads}
+            disk = 0.0
+            if plan.tiers and not plan.stock_only:
+                self.report("disk bandwidth")
+                disk = float(child.ask("disk", directory=str(plan.kv_dir or tempfile.gettempdir()))["bytes_per_s"])
+        return memory, disk
+
+    def open(self, stack: ExitStack, config: Configuration, context: int) -> Child | None:
+        """A process with this configuration open, ended with the stack; None, and a failure noted, if it cannot be."""
+        plan = self.plan
+        n_ctx = context + _SLACK_TOKENS
+        rope = rope_for(n_ctx, self.n_ctx_train)
+        opening = Opening(str(plan.model), config, n_ctx, plan.threads[0], plan.n_batch, rope)
+        try:
+            return stack.enter_context(Child(opening, self.tokens))
+        except MeasuringError as error:
+            self.fail(config.name, context, error)
+            return None
+
+    def fail(self, name: str, context: int, error: MeasuringError) -> None:
+        self.failures.append((f"{name} at {context} tokens", str(error)))
+        self.report(f"{name}: {error}")
+
+    def lane(self, stack: ExitStack, config: Configuration, context: int) -> _Lane | None:
+        """An open process whose context holds `context` tokens."""
+        self.report(f"{config.name}: filling {context:,} tokens")
+        child = self.open(stack, config, context)
+        if child is None:
+            return None
+        try:
+            answer = child.ask("fill", n_tokens=max(context, 1))
+        except MeasuringError as error:
+            self.fail(config.name, context, error)
+            return None
+        return _Lane(child, str(answer["how"]), int(answer["kv_bytes"]))
+
+
+@contextmanager
+def _page_directory(plan: BenchPlan) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=plan.kv_dir) as name:
+        yield Path(name)
+
+
+def _decode_at(bench: _Bench, context: int) -> list[DecodeResult]:
+    plan = bench.plan
+    with ExitStack() as stack:
+        lanes: dict[str, _Lane] = {}
+        for config in resident_configurations(plan):
+            if (lane := bench.lane(stack, config, context)) is not None:
+                lanes[config.name] = lane
+        if plan.tiers and not plan.stock_only and context > 0 and STOCK_F16.name in lanes:
+            directory = stack.enter_context(_page_directory(plan))
+            config = quarter(lanes[STOCK_F16.name].kv_bytes, directory)
+            if (lane := bench.lane(stack, config, context)) is not None:
+                lanes[config.name] = lane
+        return [_rounds(bench, lanes, context, n_threads) for n_threads in plan.threads] if lanes else []
+
+
+def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int) -> DecodeResult:
+    """Time every lane once per round. A lane that fails leaves the table, and the others go on."""
+    plan, n = bench.plan, bench.plan.block_tokens(context)
+    times: Times = {name: [] for name in lanes}
+    disk: dict[str, float] = dict.fromkeys(lanes, 0.0)
+    for name, lane in lanes.items():
+        lane.child.ask("threads", n_threads=n_threads)
+        lane.child.ask("decode", n_tokens=min(n, 8))  # warm caches, threads and clocks
+    for i in range(plan.rounds):
+        bench.report(f"decode at {context:,} tokens, {n_threads} threads: round {i + 1} of {plan.rounds}")
+        for name in list(times) if i % 2 == 0 else list(reversed(times)):
+            try:
+                answer = lanes[name].child.ask("decode", n_tokens=n)
+            except MeasuringError as error:
+                bench.fail(name, context, error)
+                del times[name]
+                continue
+            times[name].append(float(answer["seconds"]))
+            disk[name] += float(answer["disk_read_bytes"]) / (n * plan.rounds)
+    traffic = {name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name]) for name in times}
+    return DecodeResult(context, n_threads, n, times, traffic, {name: lanes[name].how for name in times})
+
+
+def _prefill(bench: _Bench) -> PrefillResult:
+    """Chunks of one prompt, each computed by every configuration before the next chunk starts."""
+    plan = bench.plan
+    n_threads = max(plan.threads)
+    with ExitStack() as stack:
+        children: dict[str, Child] = {}
+        for config in resident_configurations(plan):
+            child = bench.open(stack, config, plan.prefill)
+            if child is not None:
+                child.ask("threads", n_threads=n_threads)
+                child.ask("prefill", n_tokens=64)
+                child.ask("rewind", n_tokens=0)
+                children[config.name] = child
+        times: Times = {name: [] for name in children}
+        starts = chunk_starts(plan.prefill, plan.n_batch, plan.prefill_sampled)
+        for i, start in enumerate(starts):
+            bench.report(f"prefill: chunk {i + 1} of {len(starts)}")
+            for name in list(times) if i % 2 == 0 else list(reversed(times)):
+                try:
+                    if plan.prefill_sampled and start > 0:
+                        children[name].ask("fill", n_tokens=start)
+                    times[name].append(float(children[name].ask("prefill", n_tokens=plan.n_batch)["seconds"]))
+                except MeasuringError as error:
+                    bench.fail(name, plan.prefill, error)
+                    del times[name]
+        return PrefillResult(plan.prefill, n_threads, plan.n_batch, plan.prefill_sampled, times)
+
+
+def chunk_starts(n_tokens: int, chunk: int, sampled: bool, n_samples: int = 4) -> list[int]:
+    """Where the chunks of a prefill begin: all of them, or `n_samples` in the middles of equal parts.
+
+    A chunk's cost grows linearly with its position, so the mean over the middles is the mean over all.
+    """
+    if not sampled or n_tokens < 2 * n_samples * chunk:
+        return list(range(0, n_tokens - chunk + 1, chunk))
+    part = n_tokens / n_samples
+    return [round((i + 0.5) * part - chunk / 2) for i in range(n_samples)]
+
+
+def run(plan: BenchPlan, report: Report) -> BenchResult:
+    """Measure everything in the plan. Raises MeasuringError if nothing can be measured."""
+    bench = _Bench(plan, report)
+    memory, disk = bench.learn()
+    decode: list[DecodeResult] = []
+    for context in plan.contexts:
+        decode += _decode_at(bench, context)
+    prefill = _prefill(bench) if plan.prefill >= plan.n_batch else None
+    if not decode and prefill is None:
+        raise MeasuringError("nothing was measured: " + "; ".join(f"{name}: {error}" for name, error in bench.failures))
+    machine = {"processor": platform.processor() or platform.machine(), "cpus": str(os.cpu_count()), "system": platform.platform()}
+    return BenchResult(plan.model.name, memory, disk, tuple(decode), prefill, tuple(bench.failures), machine)

@@ -1,0 +1,145 @@
+"""One quality run: the reference first, then every row against it, each in its own process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._native import library_path
+from ..measuring.child import Child
+from ..measuring.config import Configuration, Opening, rope_for
+from ..measuring.errors import MeasuringError
+from ..models import sha256_of
+from .rows import REFERENCE, RowFile, RowResult, row_key
+
+Report = Callable[[str, str, int, int], None]  # row, phase, done, total
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """What to evaluate: `n_prefix` tokens in batches, then `n_tokens` one at a time."""
+
+    model: Path
+    text: str
+    n_prefix: int = 6000
+    n_tokens: int = 500
+    n_threads: int = 2
+    reference: Configuration = REFERENCE
+    rows: tuple[Configuration, ...] = ()
+
+    @property
+    def n_ctx(self) -> int:
+        return self.n_prefix + self.n_tokens + 64
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The reference row first (its divergence is 0 by definition), then the others in the order asked for."""
+
+    reference: RowResult
+    rows: tuple[RowResult, ...]
+    failures: tuple[tuple[str, str], ...]  # (row, what went wrong)
+
+
+class _Run:
+    def __init__(self, plan: EvaluationPlan, file: RowFile, report: Report) -> None:
+        self.plan, self.file, self.report = plan, file, report
+        self.tokens, n_ctx_train = tokenise(plan)
+        self.rope = rope_for(plan.n_ctx, n_ctx_train)
+        self.context = self._context()
+        self.reference_key = row_key(plan.reference, {**self.context, "build": build_of(plan.reference)})
+        self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
+
+    def _context(self) -> dict[str, Any]:
+        plan = self.plan
+        used = self.tokens[: plan.n_prefix + plan.n_tokens + 1]
+        return {
+            "model": sha256_of(plan.model),
+            "tokens": hashlib.sha256(json.dumps(used).encode()).hexdigest(),
+            "n_prefix": plan.n_prefix,
+            "n_tokens": plan.n_tokens,
+            "rope": [self.rope.freq_base, self.rope.freq_scale],
+        }
+
+    def _measure(self, config: Configuration, write: bool) -> RowResult:
+        plan = self.plan
+        opening = Opening(str(plan.model), config, plan.n_ctx, plan.n_threads, rope=self.rope)
+        with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
+            answer = child.ask(
+                "score",
+                lambda phase, done, total: self.report(config.name, phase, done, total),
+                n_prefix=plan.n_prefix,
+                n_tokens=plan.n_tokens,
+                logits=str(self.logits),
+                write=write,
+            )
+        return RowResult.from_answer(config.name, answer)
+
+    def reference(self, needed: bool) -> RowResult:
+        """The reference row; its logits are on disk afterwards if `needed`."""
+        found = self.file.find(self.reference_key)
+        if found is not None and (self.logits.exists() or not needed):
+            return found
+        self.file.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            row = self._measure(self.plan.reference, write=True)
+        except BaseException:
+            self.logits.unlink(missing_ok=True)  # an unfinished table must not be compared with
+            raise
+        self.file.add(self.reference_key, row)
+        return row
+
+    def key(self, config: Configuration) -> str:
+        build = build_of(config)
+        return row_key(config, {**self.context, "build": build, "reference": self.reference_key})
+
+
+def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
+    """Token ids of the plan's text and the context that the model was trained for."""
+    opening = Opening(str(plan.model), Configuration("tokeniser"), 256, 1)
+    with Child(opening) as child:
+        tokens: list[int] = child.ask("tokenize", text=plan.text)["tokens"]
+        needed = plan.n_prefix + plan.n_tokens + 1
+        if len(tokens) < needed:
+            raise MeasuringError(
+                f"the text has {len(tokens):,} tokens; {needed:,} are needed",
+                "Give a longer text (-f FILE), or ask for less with --prefix and --tokens.",
+            )
+        return tokens, int(child.info["n_ctx_train"])
+
+
+def build_of(config: Configuration) -> str:
+    """What engine a row was measured with: llama-cpp-python's version, and for kvtier the plug-in's hash."""
+    import llama_cpp
+
+    version = str(llama_cpp.__version__)
+    return version if config.engine == "stock" else f"{version} {sha256_of(library_path())}"
+
+
+def evaluate(plan: EvaluationPlan, file: RowFile, report: Report, keep_logits: bool = False) -> Evaluation:
+    """Measure what is not in `file` yet. A row that fails is reported and does not stop the others.
+
+    Raises MeasuringError when the reference itself cannot be measured.
+    """
+    run = _Run(plan, file, report)
+    keys = {config.name: run.key(config) for config in plan.rows}
+    found = {name: file.find(key) for name, key in keys.items()}
+    reference = run.reference(needed=any(row is None for row in found.values()))
+    failures: list[tuple[str, str]] = []
+    for config in plan.rows:
+        if found[config.name] is not None:
+            continue
+        try:
+            row = run._measure(config, write=False)
+        except MeasuringError as error:
+            failures.append((config.name, str(error)))
+            continue
+        file.add(keys[config.name], row)
+        found[config.name] = row
+    if not failures and not keep_logits:
+        run.logits.unlink(missing_ok=True)
+    return Evaluation(reference, tuple(row for row in found.values() if row is not None), tuple(failures))

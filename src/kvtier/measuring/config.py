@@ -1,0 +1,72 @@
+"""Configurations: which engine, which KV formats, which tiers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from .errors import MeasuringError
+
+Engine = Literal["stock", "kvtier"]
+
+# the numbers of ggml's enum ggml_type
+GGML_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One engine with one way of keeping the KV cache.
+
+    `type_k` and `type_v` are llama.cpp's nominal types. `settings` is kvtier's settings string (``host=2GiB,...``),
+    empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on.
+    """
+
+    name: str
+    engine: Engine = "stock"
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: bool = True
+    settings: str = ""
+
+    def __post_init__(self) -> None:
+        for kind in (self.type_k, self.type_v):
+            if kind not in GGML_TYPES:
+                raise MeasuringError(f"unknown KV type {kind!r}: one of {', '.join(GGML_TYPES)}")
+        if self.engine == "kvtier" and not self.flash_attn:
+            raise MeasuringError("kvtier needs flash attention: V must not be transposed")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions are stretched; zeros mean the model's own."""
+
+    freq_base: float = 0.0
+    freq_scale: float = 0.0
+
+
+def rope_for(n_ctx: int, n_ctx_train: int) -> Rope:
+    """Positions squeezed linearly into the trained range where a context is longer than it; else the model's own."""
+    return Rope(freq_scale=n_ctx_train / n_ctx) if n_ctx > n_ctx_train > 0 else Rope()
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a worker needs to open a model."""
+
+    model: str
+    config: Configuration
+    n_ctx: int
+    n_threads: int
+    n_batch: int = 512
+    rope: Rope = field(default_factory=Rope)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Opening:
+        """The inverse of `to_dict`."""
+        return cls(**{**data, "config": Configuration(**data["config"]), "rope": Rope(**data["rope"])})

@@ -1,0 +1,24 @@
+"""One line on stderr that says what is being measured."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+
+class StatusLine:
+    """A line that is written over, silent where stderr is no terminal. A context manager that wipes it at the end."""
+
+    def __init__(self) -> None:
+        self._on = sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        if self._on:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self("")

@@ -1,0 +1,124 @@
+"""The measuring process: reads one JSON command a line, answers one JSON line each.
+
+    python -m kvtier.measuring.worker
+
+Commands: open, tokenize, fill, threads, decode, prefill, rewind, score, bandwidth, disk, close. An error is answered as
+``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .bandwidth import disk_bandwidth, read_bandwidth
+from .config import Opening
+from .engine import Engine
+from .errors import MeasuringError
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """The state of one measuring process: at most one open engine."""
+
+    def __init__(self, report: Callable[[Answer], None]) -> None:
+        self._report = report
+        self._engine: Engine | None = None
+        self._tokens: list[int] = []
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise MeasuringError("no model is open")
+        return self._engine
+
+    def open(self, opening: Answer, tokens: list[int]) -> Answer:
+        self._engine = Engine(Opening.from_dict(opening))
+        self._tokens = tokens
+        return {"model_bytes": self.engine.model_bytes(), "n_ctx_train": self.engine.n_ctx_train(), "n_vocab": self.engine.n_vocab}
+
+    def tokenize(self, text: str) -> Answer:
+        return {"tokens": self.engine.tokenize(text.encode())}
+
+    def fill(self, n_tokens: int) -> Answer:
+        how = self.engine.fill(self._tokens, n_tokens)
+        return {"how": how, "kv_bytes": self.engine.state_bytes()}
+
+    def threads(self, n_threads: int) -> Answer:
+        self.engine.set_threads(n_threads)
+        return {}
+
+    def decode(self, n_tokens: int) -> Answer:
+        """Time `n_tokens` steps, then forget them, so that every round has the same context."""
+        engine, before = self.engine, self.engine.n_past
+        tokens, read_before = self._take(n_tokens), engine.disk_read_bytes()
+        seconds = engine.decode(tokens)
+        read = engine.disk_read_bytes() - read_before
+        engine.rewind(before)
+        return {"seconds": seconds, "disk_read_bytes": read}
+
+    def prefill(self, n_tokens: int) -> Answer:
+        return {"seconds": self.engine.prefill(self._take(n_tokens)), "n_past": self.engine.n_past}
+
+    def rewind(self, n_tokens: int) -> Answer:
+        if n_tokens == 0:
+            self.engine.clear()
+        return {"done": self.engine.rewind(n_tokens)}
+
+    def bandwidth(self, n_threads: int) -> Answer:
+        return {"bytes_per_s": read_bandwidth(n_threads)}
+
+    def disk(self, directory: str) -> Answer:
+        return {"bytes_per_s": disk_bandwidth(Path(directory))}
+
+    def score(self, n_prefix: int, n_tokens: int, logits: str, write: bool) -> Answer:
+        from ..evaluation.scoring import score
+
+        def progress(phase: str, done: int, total: int) -> None:
+            self._report({"progress": [phase, done, total]})
+
+        return score(self.engine, self._tokens, n_prefix, n_tokens, logits, write, progress)
+
+    def close(self) -> Answer:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        return {}
+
+    def _take(self, n_tokens: int) -> list[int]:
+        at = self.engine.n_past
+        return [self._tokens[(at + i) % len(self._tokens)] for i in range(n_tokens)]
+
+
+_COMMANDS = ("open", "tokenize", "fill", "threads", "decode", "prefill", "rewind", "bandwidth", "disk", "score", "close")
+
+
+def main() -> None:
+    """Serve commands until stdin ends."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # llama.cpp and its libraries print to stdout now and then: keep that channel for answers
+
+    def report(answer: Answer) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    worker = Worker(report)
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("op")
+        try:
+            if name not in _COMMANDS:
+                raise MeasuringError(f"unknown command {name!r}")
+            report(getattr(worker, name)(**command))
+        except Exception as error:  # the parent decides what an error means; this process must answer
+            report({"error": f"{type(error).__name__}: {error}" if not isinstance(error, MeasuringError) else str(error)})
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

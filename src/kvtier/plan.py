@@ -1,0 +1,306 @@
+"""What a model with a given context takes in memory, from its GGUF header alone, and what of it fits on this machine.
+
+Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages `csrc/store/format.h`.
+The compute buffer is an estimate with the shape of llama.cpp's own graph reservation, checked against what it prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from .errors import UsageError
+from .gguf import GgufHeader, TensorInfo
+from .modelshape import AttentionLayer, ModelShape, shape_of
+
+CELL_ALIGN: Final = 256        # llama.cpp rounds contexts and sliding caches up to this many cells
+SUB_PAGE_TOKENS: Final = 32
+HEAD_ALIGN_BYTES: Final = 64
+PROCESS_BYTES: Final = 512 << 20     # left for Python, llama.cpp's own tables and the rest of the machine
+LEAST_PAGES_PER_LAYER: Final = 8     # a host budget below this many pages per layer only moves pages to and fro
+MAX_TOKENS: Final = 1 << 24
+SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
+
+# storage type -> (elements of a block, bytes of a block)
+CACHE_TYPES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({
+    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20),
+})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is asked for. `n_ctx` is in tokens, 0 for the model's own; the rest as llama.cpp's parameters of the same names."""
+
+    n_ctx: int = 0
+    type_k: str = "f16"
+    type_v: str = "f16"
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_seq_max: int = 1
+    kv_unified: bool = False
+    swa_full: bool = False
+    page_tokens: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """The KV cache in one pair of formats: `cache_bytes` as stock llama.cpp allocates it, `page_bytes` as pages of ours.
+
+    Both are None where the head sizes do not allow the format. `n_ctx_in_ram` is the longest context whose pages fit in the
+    memory that was available, None without a machine.
+    """
+
+    type_k: str
+    type_v: str
+    cache_bytes: int | None
+    page_bytes: int | None
+    n_ctx_in_ram: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Memory and disk at hand, in bytes. `disk_dir` is where pages would go."""
+
+    ram_bytes: int
+    ram_available_bytes: int
+    disk_dir: Path
+    disk_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run the model here. `kv_host` and `kv_disk` are budgets in bytes, None for no limit and no disk tier."""
+
+    text: str
+    type_k: str
+    type_v: str
+    kv_host: int | None
+    kv_disk: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All figures of one model and one request, in bytes where not said otherwise."""
+
+    shape: ModelShape
+    request: PlanRequest
+    n_ctx: int               # tokens, rounded up as llama.cpp does
+    n_cells: int             # of a full layer, per stream
+    n_cells_sliding: int     # of a sliding-window layer, per stream; 0 without one
+    n_streams: int
+    n_pages: int
+    file_bytes: int
+    weight_bytes: int
+    repack_bytes: int        # weights that llama.cpp keeps a second time in an order that suits this CPU
+    state_bytes: int
+    compute_bytes: int
+    output_bytes: int
+    chosen: CacheBytes
+    caches: tuple[CacheBytes, ...]
+    machine: Machine | None
+    options: tuple[Option, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything in RAM but the KV cache."""
+        return self.weight_bytes + self.state_bytes + self.compute_bytes + self.output_bytes
+
+
+def make_plan(headers: Sequence[GgufHeader], request: PlanRequest, machine: Machine | None = None, cpu_flags: frozenset[str] = frozenset()) -> Plan:
+    """The plan for a model given by the headers of its files (see gguf.read_model).
+
+    `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises GgufError
+    for a file that is no language model, UsageError for a request that makes no sense.
+    """
+    shape = shape_of(headers[0])
+    request = _checked(request, shape)
+    tensors = [t for h in headers for t in h.tensors]
+    n_ctx, n_cells, n_streams = cells(request)
+    n_sliding = sliding_cells(request, shape.n_swa, n_cells) if shape.n_swa else 0
+    types = [(t, t) for t in SHOWN_TYPES]
+    if (request.type_k, request.type_v) not in types:
+        types.insert(0, (request.type_k, request.type_v))
+    plan = Plan(
+        shape=shape, request=request, n_ctx=n_ctx, n_cells=n_cells, n_cells_sliding=n_sliding, n_streams=n_streams,
+        n_pages=sum(_n_pages(layer, request, n_cells, n_sliding, n_streams) for layer in shape.attention),
+        file_bytes=sum(h.file_bytes for h in headers), weight_bytes=sum(t.n_bytes for t in tensors), repack_bytes=_repacked(tensors, cpu_flags),
+        state_bytes=4 * shape.state_items * request.n_seq_max, compute_bytes=compute_buffer(shape, request, n_cells),
+        output_bytes=4 * shape.n_vocab * request.n_seq_max,
+        chosen=cache_bytes(shape, request, request.type_k, request.type_v), caches=tuple(cache_bytes(shape, request, k, v) for k, v in types),
+        machine=machine, options=(), warnings=_warnings(shape, request, n_ctx),
+    )
+    if plan.chosen.cache_bytes is None:
+        raise UsageError(f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
+                         "Take -ctk f16 -ctv f16.")
+    return plan if machine is None else _with_machine(plan, machine)
+
+
+def _checked(request: PlanRequest, shape: ModelShape) -> PlanRequest:
+    for name in ("type_k", "type_v"):
+        value = getattr(request, name)
+        if value not in CACHE_TYPES:
+            raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(CACHE_TYPES)}.")
+    if not 0 <= request.n_ctx <= MAX_TOKENS:
+        raise UsageError(f"a context of {request.n_ctx:,} tokens is not possible", f"Take 0 (the model's own) to {MAX_TOKENS:,}.")
+    if request.n_ctx == 0 and shape.n_ctx_train <= 0:
+        raise UsageError("the file does not say which context the model was trained for", "Name one with --ctx.")
+    if min(request.n_batch, request.n_ubatch, request.n_seq_max) < 1:
+        raise UsageError("batch sizes and the number of sequences must be at least 1")
+    if request.page_tokens < 1 or request.page_tokens % SUB_PAGE_TOKENS:
+        raise UsageError(f"pages of {request.page_tokens} tokens are not possible", f"Take a multiple of {SUB_PAGE_TOKENS}.")
+    n_ctx = request.n_ctx or min(shape.n_ctx_train, MAX_TOKENS)
+    n_batch = min(request.n_batch, n_ctx)
+    return replace(request, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(request.n_ubatch, n_batch))
+
+
+def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str, ...]:
+    warnings = [f"{note}." for note in shape.notes]
+    if not shape.attention:
+        warnings.append("This model has no attention layer: there is no KV cache to place, it runs as it is.")
+    if shape.n_ctx_train and request.n_ctx > shape.n_ctx_train:
+        factor = -(-request.n_ctx // shape.n_ctx_train)
+        warnings.append(f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example --rope-scaling yarn --rope-scale {factor}.")
+    return tuple(warnings)
+
+
+def _up(n: int, align: int) -> int:
+    return -(-n // align) * align
+
+
+def cells(request: PlanRequest) -> tuple[int, int, int]:
+    """Tokens of the context, cells of one stream, and streams, as llama.cpp rounds them. `n_ctx` must not be 0."""
+    n_ctx = _up(request.n_ctx, CELL_ALIGN)
+    if request.kv_unified:
+        return n_ctx, n_ctx, 1
+    per_seq = _up(n_ctx // request.n_seq_max, CELL_ALIGN)
+    return per_seq * request.n_seq_max, per_seq, request.n_seq_max
+
+
+def sliding_cells(request: PlanRequest, n_swa: int, n_cells: int) -> int:
+    """Cells of one stream of a sliding-window layer: the window (of every sequence that shares the stream) and one micro-batch."""
+    if request.swa_full:
+        return n_cells
+    return _up(min(n_cells, n_swa * (request.n_seq_max if request.kv_unified else 1) + request.n_ubatch), CELL_ALIGN)
+
+
+def row_bytes(type_name: str, n_items: int) -> int | None:
+    """Bytes of a row of ggml's type, None if the row is not a multiple of its block."""
+    items, n_bytes = CACHE_TYPES[type_name]
+    return n_items // items * n_bytes if n_items % items == 0 else None
+
+
+def page_bytes(layer: AttentionLayer, type_k: str, type_v: str, page_tokens: int) -> int | None:
+    """Bytes of one page of a layer (csrc/store/format.h), None if the head size does not allow the format."""
+    k = row_bytes(type_k, layer.d_k)
+    v = row_bytes(type_v, layer.d_v)
+    if k is None or v is None:
+        return None
+    if CACHE_TYPES[type_v][0] == 1:
+        v = _up(layer.d_v, 16) * CACHE_TYPES[type_v][1]
+    return layer.n_head_kv * _up(page_tokens * (k + v), HEAD_ALIGN_BYTES)
+
+
+def _n_pages(layer: AttentionLayer, request: PlanRequest, n_cells: int, n_sliding: int, n_streams: int) -> int:
+    return n_streams * -(-(n_sliding if layer.slides else n_cells) // request.page_tokens)
+
+
+def cache_bytes(shape: ModelShape, request: PlanRequest, type_k: str, type_v: str) -> CacheBytes:
+    """The KV cache in these formats, for a request whose `n_ctx` is not 0."""
+    _, n_cells, n_streams = cells(request)
+    n_sliding = sliding_cells(request, shape.n_swa, n_cells) if shape.n_swa else 0
+    stock = pages = 0
+    for layer in shape.attention:
+        k, v = row_bytes(type_k, layer.d_k), row_bytes(type_v, layer.d_v)
+        page = page_bytes(layer, type_k, type_v, request.page_tokens)
+        if k is None or v is None or page is None:
+            return CacheBytes(type_k, type_v, None, None)
+        stock += layer.n_head_kv * (k + v) * n_streams * (n_sliding if layer.slides else n_cells)
+        pages += page * _n_pages(layer, request, n_cells, n_sliding, n_streams)
+    return CacheBytes(type_k, type_v, stock, pages)
+
+
+def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int:
+    """Estimate of llama.cpp's compute buffer on the CPU with flash attention, for one micro-batch.
+
+    The buffer is as large as the fuller of two moments: at the end, the logits of every token with two rows of hidden state;
+    in the middle of a layer, the mask (F16, a row of all cells per token) with the rows that the feed-forward part holds.
+    """
+    per_token_end = 4 * (shape.n_vocab + 2 * shape.n_embd)
+    mask = 2 * n_cells if shape.attention else 0
+    per_token_layer = mask + 4 * (3 * shape.n_ff + 4 * shape.n_embd)
+    return request.n_ubatch * max(per_token_end, per_token_layer)
+
+
+def _repacked(tensors: Sequence[TensorInfo], cpu_flags: frozenset[str]) -> int:
+    """Bytes of the matrices that the CPU backend copies into an interleaved order (ggml-cpu/repack.cpp), on x86."""
+    types = {"q4_0", "q4_K", "iq4_nl", "mxfp4"} if "avx2" in cpu_flags else set()
+    if "avx512f" in cpu_flags:
+        types |= {"q2_K"}
+    tied = not any(t.name == "output.weight" for t in tensors)
+    return sum(t.n_bytes for t in tensors
+               if t.type.name in types and len(t.shape) >= 2 and t.shape[1] % 8 == 0 and (t.name != "token_embd.weight" or tied))
+
+
+def _with_machine(plan: Plan, machine: Machine) -> Plan:
+    room = machine.ram_available_bytes - PROCESS_BYTES - plan.fixed_bytes
+    caches = tuple(replace(c, n_ctx_in_ram=_longest(plan, machine, c)) for c in plan.caches)
+    options = _options(plan, machine, room)
+    warnings = list(plan.warnings)
+    if plan.fixed_bytes + PROCESS_BYTES > machine.ram_available_bytes:
+        warnings.append("Weights and buffers alone are more than the memory available: they would be read from the file again for every token.")
+    return replace(plan, machine=machine, caches=caches, options=options, warnings=tuple(warnings))
+
+
+def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
+    """The longest context (a multiple of 256 tokens) that fits in RAM with this format, 0 if none does."""
+    if cache.page_bytes is None:
+        return None
+
+    def fits(n_ctx: int) -> bool:
+        request = replace(plan.request, n_ctx=n_ctx)
+        n_cells = cells(request)[1]
+        kv = cache_bytes(plan.shape, request, cache.type_k, cache.type_v).page_bytes or 0
+        fixed = plan.fixed_bytes - plan.compute_bytes + compute_buffer(plan.shape, request, n_cells)
+        return kv + fixed + PROCESS_BYTES <= machine.ram_available_bytes
+
+    low, high = 0, MAX_TOKENS // CELL_ALIGN
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * CELL_ALIGN) else (low, middle - 1)
+    return low * CELL_ALIGN
+
+
+def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
+    """Ways to run, best first: the asked formats in RAM, smaller ones in RAM, then RAM and disk."""
+    options = []
+    chosen = plan.chosen
+    candidates = [chosen, *(c for c in plan.caches if (c.type_k, c.type_v) != (chosen.type_k, chosen.type_v))]
+    for cache in candidates:
+        if cache.page_bytes is not None and cache.page_bytes <= room and cache.page_bytes <= (chosen.page_bytes or 0):
+            options.append(Option("all in RAM", cache.type_k, cache.type_v, None, None))
+            if cache is chosen:
+                return tuple(options)
+            break
+    least = plan.n_pages and LEAST_PAGES_PER_LAYER * sum(
+        page_bytes(layer, chosen.type_k, chosen.type_v, plan.request.page_tokens) or 0 for layer in plan.shape.attention)
+    host = room * 9 // 10 >> 20 << 20
+    disk = _up((chosen.page_bytes or 0) - host, 1 << 20) * 21 // 20
+    if host >= max(least, 1 << 20) and disk <= machine.disk_free_bytes:
+        options.append(Option("RAM and disk", chosen.type_k, chosen.type_v, host, _up(disk, 1 << 20)))
+    return tuple(options)
+
+
+def command_line(model: str, plan: Plan, option: Option) -> str:
+    """The command that runs the model in this way."""
+    parts = ["kvtier", "run", model, "-c", str(plan.request.n_ctx)]
+    if (option.type_k, option.type_v) != ("f16", "f16"):
+        parts += ["-ctk", option.type_k, "-ctv", option.type_v]
+    if option.kv_host is not None:
+        parts += ["--kv-host", f"{option.kv_host >> 20}MiB"]
+    if option.kv_disk is not None and plan.machine is not None:
+        parts += ["--kv-disk", f"{option.kv_disk >> 20}MiB", "--kv-dir", str(plan.machine.disk_dir)]
+    return " ".join(part if part.replace("/", "").replace("-", "").replace(".", "").replace("_", "").isalnum() else f"'{part}'" for part in parts)

@@ -1,0 +1,132 @@
+// What the host budget can promise: transit frames, protected pages, and the smallest budget that works at all.
+
+#include "store-internal.h"
+
+#include <algorithm>
+
+static const uint64_t TRANSIT_MAX_DEFAULT = 64;
+static const uint64_t TRANSIT_MIN_DEFAULT = 4;
+static const uint64_t TRANSIT_MIN         = 2;
+
+// Bytes of slabs that hold n pages of each stream of all arrays (n_pages_of), in their formats on the host.
+template <typename F>
+static uint64_t slab_bytes_for(kvt_store * s, F n_pages_of) {
+    std::vector<uint64_t> n(s->slabs.classes.size(), 0);
+    for (const kvt_array * a : s->arrays) {
+        if (a) {
+            const uint32_t cls = kvt_slab_class(s->slabs, frame_stride(*a->layouts[LAYOUT_HOST]));
+            n.resize(s->slabs.classes.size(), 0);
+            n[cls] += n_pages_of(a);
+        }
+    }
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n.size(); i++) {
+        const slab_class & c = s->slabs.classes[i];
+        bytes += (n[i] + c.n_frames - 1)/c.n_frames*c.slab_bytes;
+    }
+    return bytes;
+}
+
+static uint64_t protected_bytes(kvt_store * s, int32_t first, int32_t last) {
+    return slab_bytes_for(s, [first, last](const kvt_array * a) {
+        const uint64_t n = std::min<uint64_t>((uint64_t) first + (uint64_t) last, a->pages_per_stream);
+        return n*a->params.n_streams;
+    });
+}
+
+struct frame_sizes { uint64_t transit, slab_max; };
+
+static frame_sizes largest(kvt_store * s) {
+    frame_sizes z = { 0, 0 };
+    for (const kvt_array * a : s->arrays) {
+        for (size_t i = 0; a && i < a->layouts.size(); i++) {
+            const uint64_t stride = frame_stride(*a->layouts[i]);
+            z.transit  = std::max<uint64_t>(z.transit, (stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN);
+            z.slab_max = std::max<uint64_t>(z.slab_max, kvt_slab_bytes(s->slabs, stride));
+        }
+    }
+    return z;
+}
+
+static uint64_t wanted_transit(const kvt_store * s, uint64_t frame_bytes) {
+    if (!s->has_disk || frame_bytes == 0) {
+        return 0;
+    }
+    if (s->params.n_transit > 0) {
+        return std::max<uint64_t>(TRANSIT_MIN, (uint64_t) s->params.n_transit);
+    }
+    const uint64_t n = s->params.host_bytes/8/frame_bytes;
+    return std::min(TRANSIT_MAX_DEFAULT, std::max(TRANSIT_MIN_DEFAULT, n));
+}
+
+static void protect_what_fits(kvt_store * s, uint64_t limit, uint64_t spare) {
+    int32_t first = s->params.n_protect_first;
+    int32_t last  = s->params.n_protect_last;
+    while ((first > 0 || last > 0) && protected_bytes(s, first, last) + spare > limit) {
+        if (last > 1) {
+            last--;
+        } else if (first > 0) {
+            first--;
+        } else {
+            last--;
+        }
+    }
+    s->protect_first = first;
+    s->protect_last  = last;
+    for (kvt_array * a : s->arrays) {
+        if (a) {
+            store_trim_newest(a);
+        }
+    }
+}
+
+// Called when the arrays have changed. BUDGET: not even one page per array fits beside the least transit frames.
+int store_plan_budget(kvt_store * s, std::string * err) {
+    const uint64_t budget = s->params.host_bytes;
+    const frame_sizes z   = largest(s);
+    uint64_t n = wanted_transit(s, z.transit);
+    const uint64_t one_each = slab_bytes_for(s, [](const kvt_array *) { return (uint64_t) 1; });
+    const uint64_t n_min    = std::min(n, TRANSIT_MIN);
+    const uint64_t least    = one_each + n_min*z.transit;
+    if (least > budget) {
+        *err = "the host budget of " + std::to_string(budget) + " bytes cannot hold one page per layer and the frames that reads of the "
+            "disk tier need; the least that works here is " + std::to_string(least) + " bytes: raise the host budget, use a smaller "
+            "format, or smaller pages";
+        return KVT_ERR_BUDGET;
+    }
+    // half of the budget at most passes through, and one page per array comes first
+    while (n > n_min && (n*z.transit > budget/2 || n*z.transit + one_each + z.slab_max > budget)) {
+        n--;
+    }
+    const uint64_t quota = std::max(n*z.transit, s->transit.held_bytes);
+    s->transit.quota_bytes = quota;
+    s->slabs.limit_bytes   = budget - std::min(budget, quota);
+    protect_what_fits(s, s->slabs.limit_bytes, 2*z.slab_max);
+    return KVT_ERR_OK;
+}
+
+// --- protected pages ---------------------------------------------------------------------------------------------
+
+bool store_is_protected(const kvt_array * a, uint32_t page) {
+    return a->pages[page].newest || (int64_t) (page % a->pages_per_stream) < a->store->protect_first;
+}
+
+void store_trim_newest(kvt_array * a) {
+    for (std::vector<uint32_t> & list : a->newest) {
+        while (list.size() > (size_t) a->store->protect_last) {
+            a->pages[list.back()].newest = false;
+            list.pop_back();
+        }
+    }
+}
+
+void store_note_write(kvt_array * a, uint32_t page) {
+    std::vector<uint32_t> & list = a->newest[page/a->pages_per_stream];
+    if (a->store->protect_last == 0 || (!list.empty() && list.front() == page)) {
+        return;
+    }
+    list.erase(std::remove(list.begin(), list.end(), page), list.end());
+    list.insert(list.begin(), page);
+    a->pages[page].newest = true;
+    store_trim_newest(a);
+}

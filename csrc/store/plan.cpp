@@ -1,0 +1,186 @@
+// Moves that a policy asks for.
+
+#include "store-internal.h"
+
+static int refuse(kvt_array * a, uint32_t page, int code, const char * why) {
+    return store_fail(a->store, code, store_page_name(a, page) + " cannot be moved: " + why);
+}
+
+static int wanted_layout(kvt_array * a, const kvt_move & m, uint8_t standard, uint8_t * out) {
+    *out = standard;
+    if (m.fmt_k == 255 && m.fmt_v == 255) {
+        return KVT_ERR_OK;
+    }
+    const kvt_page_layout & l = *a->layouts[standard];
+    const kvt_format k = m.fmt_k == 255 ? l.fmt_k : (kvt_format) m.fmt_k;
+    const kvt_format v = m.fmt_v == 255 ? l.fmt_v : (kvt_format) m.fmt_v;
+    if (store_layout(a, k, v, out) != KVT_ERR_OK) {
+        return refuse(a, m.id.page, KVT_ERR_UNSUPPORTED, "its heads cannot be stored in the format asked for");
+    }
+    return KVT_ERR_OK;
+}
+
+static void wait_for_io(kvt_store * s, store_lock & lk, const page_entry & p) {
+    while (p.io != IO_NONE && p.io != IO_QUEUED) {
+        store_wait(s, lk);
+    }
+}
+
+// --- to disk -----------------------------------------------------------------------------------------------------
+
+static int may_leave_now(kvt_array * a, uint32_t page) {
+    const page_entry & p = a->pages[page];
+    if (p.pins > 0) {
+        return refuse(a, page, KVT_ERR_INVALID, "it is in use");
+    }
+    if (store_is_protected(a, page)) {
+        return refuse(a, page, KVT_ERR_INVALID, "it is one of the protected first or newest pages");
+    }
+    return KVT_ERR_OK;
+}
+
+// The write is started here and waited for in finish_leave, so that the writes of a plan overlap.
+static int start_leave(kvt_store * s, store_lock & lk, kvt_array * a, const kvt_move & m) {
+    page_entry & p = a->pages[m.id.page];
+    wait_for_io(s, lk, p);
+    if (p.place != PLACE_HOST) {
+        return KVT_ERR_OK;
+    }
+    if (!s->has_disk) {
+        return refuse(a, m.id.page, KVT_ERR_UNSUPPORTED, "the store has no disk tier");
+    }
+    uint8_t layout = 0;
+    int r = may_leave_now(a, m.id.page);
+    if (r == KVT_ERR_OK) {
+        r = wanted_layout(a, m, LAYOUT_DISK, &layout);
+    }
+    if (r != KVT_ERR_OK) {
+        return r;
+    }
+    if (kvt_slot_bytes(a->layouts[layout]->page_bytes) > a->slot_stride) {
+        return refuse(a, m.id.page, KVT_ERR_UNSUPPORTED, "the format asked for is larger than a slot of this layer");
+    }
+    const bool any = m.fmt_k == 255 && m.fmt_v == 255; // a page that has a copy keeps the format of the copy
+    if (p.has_copy && !p.dirty && (any || p.slot_layout == layout)) {
+        return KVT_ERR_OK;
+    }
+    return store_start_write(s, a, m.id.page, layout);
+}
+
+static int finish_leave(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page) {
+    page_entry & p = a->pages[page];
+    wait_for_io(s, lk, p);
+    if (p.place == PLACE_DISK) {
+        return KVT_ERR_OK;
+    }
+    if (p.place == PLACE_ABSENT) {
+        return refuse(a, page, KVT_ERR_INVALID, "it has no content");
+    }
+    const int r = may_leave_now(a, page);
+    if (r != KVT_ERR_OK) {
+        return r;
+    }
+    if (p.dirty || !p.has_copy) {
+        return p.fail_seq > 0 ? store_fail(s, s->fail_code, s->fail_text) : refuse(a, page, KVT_ERR_INVALID, "it was written to meanwhile");
+    }
+    store_drop_host(s, lk, a, page);
+    return KVT_ERR_OK;
+}
+
+// --- to the host -------------------------------------------------------------------------------------------------
+
+// The page is on the host, not pinned, IO_NONE: it changes its format there and is dirty afterwards.
+static int reencode(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout) {
+    page_entry & p = a->pages[page];
+    frame f;
+    p.io = IO_MOVING;
+    const int r = store_frame_alloc(s, lk, a, page, layout, &f);
+    if (r == KVT_ERR_OK) {
+        const kvt_page_layout & from = *a->layouts[p.layout];
+        const kvt_page_layout & to   = *a->layouts[layout];
+        const uint8_t * src = p.f.data;
+        lk.unlock();
+        kvt_page_transcode(&from, src, &to, f.data);
+        lk.lock();
+        store_release_slot(s, lk, a, page);
+        store_free_host(s, a, page);
+        p.f      = f;
+        p.layout = layout;
+        p.dirty  = true;
+        store_count_host(s, to, 1);
+    }
+    p.io = IO_NONE;
+    store_notify(s);
+    return r;
+}
+
+static int come_back(kvt_store * s, store_lock & lk, kvt_array * a, const kvt_move & m) {
+    const uint32_t page = m.id.page;
+    page_entry & p = a->pages[page];
+    int r = store_recall(s, lk, a, page);
+    if (r != KVT_ERR_OK || (m.fmt_k == 255 && m.fmt_v == 255)) {
+        return r;
+    }
+    uint8_t layout = 0;
+    r = wanted_layout(a, m, p.layout, &layout);
+    if (r != KVT_ERR_OK || layout == p.layout) {
+        return r;
+    }
+    wait_for_io(s, lk, p);
+    if (p.pins > 0 || p.place != PLACE_HOST) {
+        return refuse(a, page, KVT_ERR_INVALID, "it is in use");
+    }
+    return reencode(s, lk, a, page, layout);
+}
+
+// --- the plan ----------------------------------------------------------------------------------------------------
+
+static int check_move(kvt_store * s, const kvt_move & m) {
+    if (m.id.array >= s->arrays.size() || !s->arrays[m.id.array] || m.id.page >= s->arrays[m.id.array]->n_pages) {
+        return store_fail(s, KVT_ERR_INVALID, "there is no page " + std::to_string(m.id.page) + " of array " + std::to_string(m.id.array));
+    }
+    if (m.to_tier != KVT_TIER_HOST && m.to_tier != KVT_TIER_DISK) {
+        return refuse(s->arrays[m.id.array], m.id.page, KVT_ERR_UNSUPPORTED, "only the host and the disk tier take pages");
+    }
+    return KVT_ERR_OK;
+}
+
+int kvt_store_apply(struct kvt_store * s, const struct kvt_move * moves, size_t n, size_t * n_done) {
+    if (!s || (n > 0 && !moves)) {
+        return KVT_ERR_INVALID;
+    }
+    store_lock lk(s->mutex);
+    int first = KVT_ERR_OK;
+    std::string text;
+    size_t done = 0;
+    const auto note = [&](int r) {
+        if (r != KVT_ERR_OK && first == KVT_ERR_OK) {
+            first = r;
+            text  = s->last_error;
+        }
+        return r == KVT_ERR_OK;
+    };
+    std::vector<bool> tried(n, false);
+    for (size_t i = 0; i < n; i++) {
+        const bool ok = note(check_move(s, moves[i]));
+        tried[i] = ok && (moves[i].to_tier == KVT_TIER_HOST || note(start_leave(s, lk, s->arrays[moves[i].id.array], moves[i])));
+    }
+    // what leaves goes first: it makes room for what comes
+    for (const uint8_t tier : { (uint8_t) KVT_TIER_DISK, (uint8_t) KVT_TIER_HOST }) {
+        for (size_t i = 0; i < n; i++) {
+            if (!tried[i] || moves[i].to_tier != tier) {
+                continue;
+            }
+            kvt_array * a = s->arrays[moves[i].id.array];
+            const bool ok = note(tier == KVT_TIER_DISK ? finish_leave(s, lk, a, moves[i].id.page) : come_back(s, lk, a, moves[i]));
+            done += ok ? 1 : 0;
+        }
+    }
+    if (first != KVT_ERR_OK) {
+        s->last_error = text;
+    }
+    if (n_done) {
+        *n_done = done;
+    }
+    return first;
+}

@@ -6,6 +6,7 @@ The compute buffer is an estimate with the shape of llama.cpp's own graph reserv
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,32 +276,35 @@ def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
 
 
 def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
-    """Ways to run, best first: the asked formats in RAM, smaller ones in RAM, then RAM and disk."""
-    options = []
-    chosen = plan.chosen
-    candidates = [chosen, *(c for c in plan.caches if (c.type_k, c.type_v) != (chosen.type_k, chosen.type_v))]
-    for cache in candidates:
-        if cache.page_bytes is not None and cache.page_bytes <= room and cache.page_bytes <= (chosen.page_bytes or 0):
-            options.append(Option("all in RAM", cache.type_k, cache.type_v, None, None))
-            if cache is chosen:
-                return tuple(options)
-            break
-    least = plan.n_pages and LEAST_PAGES_PER_LAYER * sum(
-        page_bytes(layer, chosen.type_k, chosen.type_v, plan.request.page_tokens) or 0 for layer in plan.shape.attention)
-    host = room * 9 // 10 >> 20 << 20
-    disk = _up((chosen.page_bytes or 0) - host, 1 << 20) * 21 // 20
-    if host >= max(least, 1 << 20) and disk <= machine.disk_free_bytes:
-        options.append(Option("RAM and disk", chosen.type_k, chosen.type_v, host, _up(disk, 1 << 20)))
+    """Ways to run, best first: the asked formats in RAM, else smaller ones in RAM, and RAM with disk."""
+    asked = plan.chosen.page_bytes or 0
+    candidates = [plan.chosen, *(c for c in plan.caches if c.page_bytes is not None and c.page_bytes < asked)]
+    in_ram = next((c for c in candidates if (c.page_bytes or 0) <= room), None)
+    options = [] if in_ram is None else [Option("all in RAM", in_ram.type_k, in_ram.type_v, None, None)]
+    if in_ram is not plan.chosen:
+        split = next((way for c in candidates if (way := _split(plan, machine, room, c)) is not None), None)
+        options += [split] if split is not None else []
     return tuple(options)
 
 
-def command_line(model: str, plan: Plan, option: Option) -> str:
-    """The command that runs the model in this way."""
-    parts = ["kvtier", "run", model, "-c", str(plan.request.n_ctx)]
+def _split(plan: Plan, machine: Machine, room: int, cache: CacheBytes) -> Option | None:
+    """RAM and disk with this format, or None if the disk is too small, or RAM too small to work in."""
+    layers = (page_bytes(layer, cache.type_k, cache.type_v, plan.request.page_tokens) or 0 for layer in plan.shape.attention)
+    host = room * 9 // 10 >> 20 << 20
+    disk = _up(((cache.page_bytes or 0) - host) * 21 // 20, 1 << 20)   # slots are a little larger than pages
+    if host < max(LEAST_PAGES_PER_LAYER * plan.n_streams * sum(layers), 1 << 20) or disk > machine.disk_free_bytes:
+        return None
+    return Option("RAM and disk", cache.type_k, cache.type_v, host, disk)
+
+
+def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None) -> str:
+    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any."""
+    parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
     if (option.type_k, option.type_v) != ("f16", "f16"):
         parts += ["-ctk", option.type_k, "-ctv", option.type_v]
     if option.kv_host is not None:
         parts += ["--kv-host", f"{option.kv_host >> 20}MiB"]
-    if option.kv_disk is not None and plan.machine is not None:
-        parts += ["--kv-disk", f"{option.kv_disk >> 20}MiB", "--kv-dir", str(plan.machine.disk_dir)]
-    return " ".join(part if part.replace("/", "").replace("-", "").replace(".", "").replace("_", "").isalnum() else f"'{part}'" for part in parts)
+    if option.kv_disk is not None:
+        parts += ["--kv-disk", f"{option.kv_disk >> 20}MiB"]
+        parts += ["--kv-dir", str(kv_dir)] if kv_dir is not None else []
+    return shlex.join(parts)

@@ -1,0 +1,118 @@
+"""`kvtier plan MODEL`: what a context takes in memory and what fits here, from the file's header alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import hardware
+from ..errors import UsageError
+from ..gguf import read_model
+from ..plan import CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan
+from ..settings import KVSettings
+from ..sizes import format_bytes
+from . import ui
+from .options import FORMAT, TOKENS, option
+
+
+@click.command("plan", context_settings={"show_default": True})
+@click.argument("model", required=False)
+@option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
+@option("-c", "--ctx", "--ctx-size", "n_ctx", type=TOKENS, default="0", metavar="TOKENS", help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
+@option("-b", "--batch-size", type=click.IntRange(1), default=512, help="Most tokens that one call of llama.cpp gets.")
+@option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, help="Tokens computed together during prefill.")
+@option("-np", "--parallel", type=click.IntRange(1, 256), default=1, help="Sequences.")
+@option("-ctk", "--cache-type-k", type=FORMAT, default="f16", metavar="FMT", help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.")
+@option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")
+@option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier.  [default: the user's cache folder]")
+@option("--kv-page-tokens", type=click.IntRange(32), default=32, metavar="N", help="Tokens per page, a multiple of 32.")
+@option("--swa-full", is_flag=True, help="Keep the whole context in sliding-window layers too.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures, in bytes.")
+def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | None, as_json: bool, **options: Any) -> None:
+    """Compute what MODEL takes in memory, and how to run it here.
+
+    MODEL is a path, or a name that `kvtier models` lists.
+    """
+    if (model is None) == (hf_repo is None):
+        raise UsageError("no model is given" if model is None else "both a model and a repository (-hf) are given",
+                         "Name a .gguf file, a model of `kvtier models`, or a repository with -hf.")
+    request = PlanRequest(
+        n_ctx=n_ctx, type_k=options["cache_type_k"], type_v=options["cache_type_v"], n_batch=options["batch_size"], n_ubatch=options["ubatch_size"],
+        n_seq_max=options["parallel"], swa_full=options["swa_full"], page_tokens=options["kv_page_tokens"],
+    )
+    words = [model] if model is not None else ["-hf", hf_repo or ""]
+    plan = make_plan(read_model(_find(model, hf_repo)), request, _machine(kv_dir), hardware.cpu_flags())
+    if as_json:
+        click.echo(json.dumps(_as_json(plan, words, kv_dir), indent=2, default=str))
+    else:
+        _show(plan, words, kv_dir)
+
+
+def _find(model: str | None, hf_repo: str | None) -> Path:
+    from .. import models
+
+    with ui.download_progress() as progress:
+        return models.resolve(model, progress=progress) if model is not None else models.fetch_hf(hf_repo or "", progress=progress)
+
+
+def _machine(kv_dir: Path | None) -> Machine:
+    memory = hardware.memory()
+    folder = KVSettings(disk=1, dir=kv_dir).disk_dir() or Path()
+    existing = next((p for p in (folder, *folder.parents) if p.is_dir()), Path("/"))
+    return Machine(memory.total_bytes, memory.available_bytes, folder, shutil.disk_usage(existing).free)
+
+
+def _as_json(plan: Plan, model: list[str], kv_dir: Path | None) -> dict[str, Any]:
+    out = asdict(plan)
+    out["model"] = " ".join(model)
+    out["fixed_bytes"] = plan.fixed_bytes
+    for option_out, way in zip(out["options"], plan.options, strict=True):
+        option_out["command"] = command_line(model, plan, way, kv_dir)
+    return out
+
+
+def _show(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
+    shape = plan.shape
+    sliding = sum(layer.slides for layer in shape.attention)
+    kinds = [f"{len(shape.attention) - sliding} full"] if sliding < len(shape.attention) else []
+    kinds += [f"{sliding} sliding over {shape.n_swa:,}"] if sliding else []
+    kinds += [f"{shape.n_state_layers} recurrent"] if shape.n_state_layers else []
+    click.echo(f"{shape.name} ({shape.architecture}): trained for {shape.n_ctx_train:,} tokens")
+    click.echo(f"Layers with a cache: {', '.join(kinds) or 'none'}")
+    click.echo(f"Context: {plan.n_ctx:,} tokens, {plan.request.n_ubatch:,} at a time during prefill\n")
+    rows = [("Weights", format_bytes(plan.weight_bytes))]
+    rows += [("  of them repacked for this CPU", format_bytes(plan.repack_bytes))] if plan.repack_bytes else []
+    rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes)), ("Output buffer", format_bytes(plan.output_bytes))]
+    rows += [("Recurrent state", format_bytes(plan.state_bytes))] if plan.state_bytes else []
+    ui.table(rows, header=("Besides the KV cache", ""), stderr=False)
+    if shape.attention:
+        ui.table([_cache_row(cache, plan) for cache in plan.caches], header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
+    _show_machine(plan, model, kv_dir)
+
+
+def _cache_row(cache: CacheBytes, plan: Plan) -> tuple[str, ...]:
+    name = cache.type_k if cache.type_k == cache.type_v else f"{cache.type_k} / {cache.type_v}"
+    if cache.cache_bytes is None or cache.page_bytes is None:
+        return name, "-", "-", "head size"
+    longest = f"{cache.n_ctx_in_ram:,} tokens" if cache.n_ctx_in_ram else "none"
+    return name, format_bytes(cache.cache_bytes), format_bytes(cache.page_bytes), longest
+
+
+def _show_machine(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
+    machine = plan.machine
+    if machine is not None:
+        click.echo(f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
+                   f" {format_bytes(machine.disk_free_bytes)} of disk free at\n  {machine.disk_dir}")
+    for warning in plan.warnings:
+        ui.warn(warning)
+    if not plan.options:
+        longest = max((c.n_ctx_in_ram or 0 for c in plan.caches), default=0)
+        click.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
+    for way in plan.options:
+        click.echo(f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:")
+        click.echo(f"  {command_line(model, plan, way, kv_dir)}")

@@ -21,7 +21,8 @@ def _environment() -> dict[str, str]:
     """This process's, less what would configure kvtier behind the plan's back."""
     kept = ("KVTIER_LIBRARY", "KVTIER_ISA")
     env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(("KVTIER_", "GGML_BACKEND_PATH"))}
-    return {**env, "OPENBLAS_NUM_THREADS": "1"}  # else numpy's own threads take part in bandwidth measurements
+    # One BLAS thread, or numpy's own take part in bandwidth measurements; no debugger that a failing ggml would start.
+    return {**env, "OPENBLAS_NUM_THREADS": "1", "GGML_NO_BACKTRACE": "1"}
 
 
 class Child:
@@ -45,6 +46,10 @@ class Child:
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, op: str, progress: Progress | None = None, **arguments: Any) -> dict[str, Any]:
         """Send one command and wait for its answer. Raises WorkerError for an error answer or a dead process."""
@@ -94,4 +99,6 @@ class Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._process.terminate()  # it may be in the middle of a long computation that nobody waits for
         self.close()

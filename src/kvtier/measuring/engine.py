@@ -46,7 +46,8 @@ class Engine:
         self.vocab = vocab
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._memory = llama_cpp.llama_get_memory(self._ctx)
-        self._batch = llama_cpp.llama_batch_init(opening.n_batch, 0, 1)
+        self.n_batch = int(llama_cpp.llama_n_batch(self._ctx))  # llama.cpp cuts it down to the context
+        self._batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
 
     def _load(self, opening: Opening) -> Any:
         lib = self._lib
@@ -160,7 +161,7 @@ class Engine:
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Process `tokens` in batches of `n_batch`; seconds. Only the very last has logits."""
-        n_batch = self._opening.n_batch
+        n_batch = self.n_batch
         start = time.perf_counter()
         for i in range(0, len(tokens), n_batch):
             self._decode(tokens[i : i + n_batch], logits=i + n_batch >= len(tokens))

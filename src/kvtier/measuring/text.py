@@ -31,7 +31,7 @@ def read_text(path: Path | None) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise MeasuringError(f"cannot read the text {path}: {error}") from None
+        raise MeasuringError(f"cannot read the text {path}: {error}", "Give a file with UTF-8 text.") from None
     if not text.strip():
         raise MeasuringError(f"the text {path} is empty")
     return text

@@ -139,7 +139,9 @@ def test_positions_are_squeezed_only_beyond_training() -> None:
 
 
 def test_an_opening_survives_the_pipe() -> None:
-    opening = Opening("m.gguf", Configuration("x", "kvtier", "q8_0", "q8_0", settings="host=1"), 10, 2, rope=Rope(0.0, 0.5))
+    opening = Opening(
+        "m.gguf", Configuration("x", "kvtier", "q8_0", "q8_0", settings="host=1"), 10, 2, rope=Rope(0.0, 0.5)
+    )
     assert Opening.from_dict(json.loads(json.dumps(opening.to_dict()))) == opening
 
 
@@ -160,7 +162,9 @@ def result() -> BenchResult:
     times = {"stock f16": [4.0, 4.0, 8.0], "stock q8_0": [2.0, 2.0, 4.0], "kvtier f16": [1.0, 1.0, 2.0]}
     traffic = dict.fromkeys(times, Traffic(10**8, 10**8))
     decode = DecodeResult(8192, 2, 16, times, traffic, dict.fromkeys(times, "repeated"))
-    return BenchResult("m", {2: 4e9}, 0.0, (decode,), PrefillResult(8192, 2, 512, False, times), (("x at 0 tokens", "broke"),))
+    return BenchResult(
+        "m", {2: 4e9}, 0.0, (decode,), PrefillResult(8192, 2, 512, False, times), (("x at 0 tokens", "broke"),)
+    )
 
 
 def test_reports_hold_the_ratios() -> None:
@@ -223,7 +227,20 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     pages = tmp_path / "pages"
     pages.mkdir()
-    arguments = ["--contexts", "0,1k", "--threads", "2", "--rounds", "1", "--prefill", "1k", "--kv-dir", str(pages), "-o", str(output)]
+    arguments = [
+        "--contexts",
+        "0,1k",
+        "--threads",
+        "2",
+        "--rounds",
+        "1",
+        "--prefill",
+        "1k",
+        "--kv-dir",
+        str(pages),
+        "-o",
+        str(output),
+    ]
     out = CliRunner().invoke(command, [str(smollm2_path), *arguments], catch_exceptions=False)
     assert out.exit_code == 0, out.output
     data = json.loads(output.read_text())
@@ -240,7 +257,12 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--threads", "0"], "below 1"), (["--contexts", "24,3x"], "3x"), (["--prefill", "-1"], "negative"), (["--kv-dir", "/nonexistent"], "no directory")],
+    [
+        (["--threads", "0"], "below 1"),
+        (["--contexts", "24,3x"], "3x"),
+        (["--prefill", "-1"], "negative"),
+        (["--kv-dir", "/nonexistent"], "no directory"),
+    ],
 )
 def test_bad_arguments(smollm2_path: Path, arguments: list[str], words: str) -> None:
     out = CliRunner().invoke(command, [str(smollm2_path), *arguments])

@@ -49,7 +49,9 @@ def resident(fmt: str) -> Configuration:
 
 def quarter(cache_bytes: int, directory: Path) -> Configuration:
     """kvtier with a host budget of a quarter of an f16 cache and the rest on disk, all in f16."""
-    settings = KVSettings(host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16")
+    settings = KVSettings(
+        host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16"
+    )
     return Configuration(KVTIER_QUARTER, "kvtier", settings=settings.with_cache_types("f16", "f16").to_native())
 
 

@@ -48,7 +48,16 @@ def decode_table(result: DecodeResult, bench: BenchResult) -> str:
                 f"{100 * rate.median / roof:.0f} %",
             ]
         )
-    header = ("configuration", "tokens/s", "noise", "x stock f16", "x stock q8_0", "MB/token", "roof tokens/s", "of roof")
+    header = (
+        "configuration",
+        "tokens/s",
+        "noise",
+        "x stock f16",
+        "x stock q8_0",
+        "MB/token",
+        "roof tokens/s",
+        "of roof",
+    )
     title = f"### decode, {context_name(result.context)} context, {_threads(result.n_threads)}"
     return f"{title}\n\n{markdown(header, rows)}"
 
@@ -68,7 +77,10 @@ def prefill_table(result: PrefillResult) -> str:
 def text(bench: BenchResult) -> str:
     """The whole report as Markdown."""
     memory = ", ".join(f"{_threads(n)}: {b / 1e9:.1f} GB/s" for n, b in bench.memory_bytes_per_s.items())
-    parts = [f"model: {bench.model}\nmemory read: {memory}" + (f"\ndisk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s" if bench.disk_bytes_per_s else "")]
+    parts = [
+        f"model: {bench.model}\nmemory read: {memory}"
+        + (f"\ndisk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s" if bench.disk_bytes_per_s else "")
+    ]
     parts += [decode_table(result, bench) for result in bench.decode]
     if bench.prefill is not None:
         parts.append(prefill_table(bench.prefill))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from ..measuring.figures import Spread, paired_ratio, rates, total_ratio
 from .plan import STOCK_F16, STOCK_Q8_0
 
-Times = dict[str, list[float]]  # configuration -> seconds of each round (or chunk), rounds in the same order
+Times = dict[str, list[float]]  # configuration -> seconds of each round or chunk, all in the same order
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one decode step of one configuration must read: the weights, the visible cells, and those from disk."""
+    """Bytes that one decode step must read: the weights, all visible cells, and how many of those come from disk."""
 
     weight_bytes: int
     kv_bytes: int

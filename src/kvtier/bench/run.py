@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
@@ -109,52 +110,72 @@ def _decode_at(bench: _Bench, context: int) -> list[DecodeResult]:
 def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int) -> DecodeResult:
     """Time every lane once per round. A lane that fails leaves the table, and the others go on."""
     plan, n = bench.plan, bench.plan.block_tokens(context)
-    times: Times = {name: [] for name in lanes}
-    disk: dict[str, float] = dict.fromkeys(lanes, 0.0)
-    for name, lane in lanes.items():
-        lane.child.ask("threads", n_threads=n_threads)
-        lane.child.ask("decode", n_tokens=min(n, 8))  # warm caches, threads and clocks
+    turns = _Turns(bench, {name: lane.child for name, lane in lanes.items()}, context)
+    disk = dict.fromkeys(lanes, 0.0)
+    for name in turns.order(0):
+        turns.ask(name, "threads", n_threads=n_threads)
+        turns.ask(name, "decode", n_tokens=min(n, 8))  # warm caches, threads and clocks
     for i in range(plan.rounds):
         bench.report(f"decode at {context:,} tokens, {n_threads} threads: round {i + 1} of {plan.rounds}")
-        for name in list(times) if i % 2 == 0 else list(reversed(times)):
-            try:
-                answer = lanes[name].child.ask("decode", n_tokens=n)
-            except MeasuringError as error:
-                bench.fail(name, context, error)
-                del times[name]
-                continue
-            times[name].append(float(answer["seconds"]))
-            disk[name] += float(answer["disk_read_bytes"]) / (n * plan.rounds)
-    traffic = {name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name]) for name in times}
-    return DecodeResult(context, n_threads, n, times, traffic, {name: lanes[name].how for name in times})
+        for name in turns.order(i):
+            answer = turns.ask(name, "decode", n_tokens=n)
+            turns.add(name, answer)
+            disk[name] += float(answer.get("disk_read_bytes", 0)) / (n * plan.rounds)
+    traffic = {
+        name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name])
+        for name in turns.times
+    }
+    return DecodeResult(context, n_threads, n, turns.times, traffic, {name: lanes[name].how for name in turns.times})
 
 
-def _prefill(bench: _Bench) -> PrefillResult:
+class _Turns:
+    """Processes that take turns. One that fails is out from then on, and its times with it."""
+
+    def __init__(self, bench: _Bench, children: dict[str, Child], context: int) -> None:
+        self._bench, self._children, self._context = bench, children, context
+        self.times: Times = {name: [] for name in children}
+
+    def order(self, i: int) -> list[str]:
+        """Who is still in, forwards in even turns and backwards in odd ones, so that nobody always follows the same."""
+        return list(self.times) if i % 2 == 0 else list(reversed(self.times))
+
+    def ask(self, name: str, op: str, **arguments: Any) -> dict[str, Any]:
+        """The answer, empty if this process is out."""
+        if name not in self.times:
+            return {}
+        try:
+            return self._children[name].ask(op, **arguments)
+        except MeasuringError as error:
+            self._bench.fail(name, self._context, error)
+            del self.times[name]
+            return {}
+
+    def add(self, name: str, answer: dict[str, Any]) -> None:
+        if name in self.times:
+            self.times[name].append(float(answer["seconds"]))
+
+
+def _prefill(bench: _Bench) -> PrefillResult | None:
     """Chunks of one prompt, each computed by every configuration before the next chunk starts."""
     plan = bench.plan
     n_threads = max(plan.threads)
     with ExitStack() as stack:
-        children: dict[str, Child] = {}
-        for config in resident_configurations(plan):
-            child = bench.open(stack, config, plan.prefill)
-            if child is not None:
-                child.ask("threads", n_threads=n_threads)
-                child.ask("prefill", n_tokens=64)
-                child.ask("rewind", n_tokens=0)
-                children[config.name] = child
-        times: Times = {name: [] for name in children}
+        opened = {config.name: bench.open(stack, config, plan.prefill) for config in resident_configurations(plan)}
+        children = {name: child for name, child in opened.items() if child is not None}
+        turns = _Turns(bench, children, plan.prefill)
+        for name in turns.order(0):
+            turns.ask(name, "threads", n_threads=n_threads)
+            turns.ask(name, "prefill", n_tokens=64)  # warm
+            turns.ask(name, "rewind", n_tokens=0)
         starts = chunk_starts(plan.prefill, plan.n_batch, plan.prefill_sampled)
         for i, start in enumerate(starts):
             bench.report(f"prefill: chunk {i + 1} of {len(starts)}")
-            for name in list(times) if i % 2 == 0 else list(reversed(times)):
-                try:
-                    if plan.prefill_sampled and start > 0:
-                        children[name].ask("fill", n_tokens=start)
-                    times[name].append(float(children[name].ask("prefill", n_tokens=plan.n_batch)["seconds"]))
-                except MeasuringError as error:
-                    bench.fail(name, plan.prefill, error)
-                    del times[name]
-        return PrefillResult(plan.prefill, n_threads, plan.n_batch, plan.prefill_sampled, times)
+            for name in turns.order(i):
+                if plan.prefill_sampled and start > 0:
+                    turns.ask(name, "fill", n_tokens=start)
+                turns.add(name, turns.ask(name, "prefill", n_tokens=plan.n_batch))
+        sampled = plan.prefill_sampled
+        return PrefillResult(plan.prefill, n_threads, plan.n_batch, sampled, turns.times) if turns.times else None
 
 
 def chunk_starts(n_tokens: int, chunk: int, sampled: bool, n_samples: int = 4) -> list[int]:
@@ -178,5 +199,9 @@ def run(plan: BenchPlan, report: Report) -> BenchResult:
     prefill = _prefill(bench) if plan.prefill >= plan.n_batch else None
     if not decode and prefill is None:
         raise MeasuringError("nothing was measured: " + "; ".join(f"{name}: {error}" for name, error in bench.failures))
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": str(os.cpu_count()), "system": platform.platform()}
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cpus": str(os.cpu_count()),
+        "system": platform.platform(),
+    }
     return BenchResult(plan.model.name, memory, disk, tuple(decode), prefill, tuple(bench.failures), machine)

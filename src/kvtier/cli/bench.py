@@ -21,18 +21,46 @@ from .options import TOKENS, option
 
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("model")
-@option("--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode.")
+@option(
+    "--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode."
+)
 @option("-t", "--threads", type=NumbersParam(1), default="1,2", metavar="LIST", help="Thread counts.")
 @option("--rounds", type=click.IntRange(1), default=7, help="Rounds behind each median.")
-@option("--prefill", "n_prefill", type=TOKENS, default="8k", metavar="TOKENS", help="Prompt whose prefill is measured; 0: none.")
+@option(
+    "--prefill",
+    "n_prefill",
+    type=TOKENS,
+    default="8k",
+    metavar="TOKENS",
+    help="Prompt whose prefill is measured; 0: none.",
+)
 @option("--prefill-sampled", is_flag=True, help="Compute four chunks of that prompt instead of all of them.")
 @option("--stock-only", is_flag=True, help="Only the baselines.")
 @option("--no-tiers", is_flag=True, help="Leave out the row with three quarters of the cache on disk.")
-@option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where that row's pages go.  [default: the system's temporary folder]")
-@option("-f", "--file", "text_file", type=click.Path(path_type=Path), help="Text to process.  [default: sources of Python's standard library]")
+@option(
+    "--kv-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where that row's pages go.  [default: the system's temporary folder]",
+)
+@option(
+    "-f",
+    "--file",
+    "text_file",
+    type=click.Path(path_type=Path),
+    help="Text to process.  [default: sources of Python's standard library]",
+)
 @option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON to this file, too.")
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def command(model: str, n_prefill: int, no_tiers: bool, text_file: Path | None, output: Path | None, as_json: bool, **options: Any) -> None:
+def command(
+    model: str,
+    n_prefill: int,
+    no_tiers: bool,
+    text_file: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Compare decode and prefill speed with stock llama.cpp, side by side.
 
     MODEL is a GGUF file or a name that `kvtier models` lists. Every configuration runs in its own process; they take
@@ -41,7 +69,9 @@ def command(model: str, n_prefill: int, no_tiers: bool, text_file: Path | None, 
     kv_dir: Path | None = options["kv_dir"]
     if kv_dir is not None and not kv_dir.is_dir():
         raise MeasuringError(f"--kv-dir {kv_dir} is no directory", "Name a directory that exists and can be written.")
-    plan = BenchPlan(model=find_model(model), prefill=n_prefill, tiers=not no_tiers, text=read_text(text_file), **options)
+    plan = BenchPlan(
+        model=find_model(model), prefill=n_prefill, tiers=not no_tiers, text=read_text(text_file), **options
+    )
     start = time.monotonic()
     with terminable(), StatusLine() as status:
         result = run(plan, status)

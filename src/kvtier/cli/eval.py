@@ -32,15 +32,44 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
 
 @click.command("eval", context_settings={"show_default": True})
 @click.argument("model")
-@option("-f", "--file", "text_file", type=click.Path(path_type=Path), help="UTF-8 text.  [default: sources of Python's standard library]")
-@option("--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first.")
-@option("--tokens", "n_tokens", type=TOKENS, default="500", metavar="TOKENS", help="Tokens then fed one at a time and compared.")
+@option(
+    "-f",
+    "--file",
+    "text_file",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text.  [default: sources of Python's standard library]",
+)
+@option(
+    "--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first."
+)
+@option(
+    "--tokens",
+    "n_tokens",
+    type=TOKENS,
+    default="500",
+    metavar="TOKENS",
+    help="Tokens then fed one at a time and compared.",
+)
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
 @option("--row", "only", multiple=True, metavar="NAME", help="Only this row, e.g. 'kvtier q8_0'; may be repeated.")
 @option("--reference", default=REFERENCE.name, metavar="NAME", help="The row that the others are compared with.")
-@option("--rows", "rows_file", type=click.Path(path_type=Path, dir_okay=False), help="Where finished rows are kept.  [default: kvtier's cache folder]")
-@option("--keep-logits", is_flag=True, help="Keep the reference's logits for later runs: 4 bytes per token and vocabulary entry.")
-@option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows to this file as CSV, too.")
+@option(
+    "--rows",
+    "rows_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Where finished rows are kept.  [default: kvtier's cache folder]",
+)
+@option(
+    "--keep-logits",
+    is_flag=True,
+    help="Keep the reference's logits for later runs: 4 bytes per token and vocabulary entry.",
+)
+@option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the rows to this file as CSV, too.",
+)
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def command(
     model: str,
@@ -77,7 +106,9 @@ def command(
         click.echo(json.dumps(report.to_json(plan, result), indent=2))
     else:
         click.echo(report.table(result))
-        click.echo(f"\n{n_tokens:,} tokens one at a time after a prefix of {n_prefix:,}; finished rows are kept in {path}")
+        click.echo(
+            f"\n{n_tokens:,} tokens one at a time after a prefix of {n_prefix:,}; finished rows are kept in {path}"
+        )
     for name, error in result.failures:
         click.echo(f"{name}: {error}", err=True)
     if result.failures:

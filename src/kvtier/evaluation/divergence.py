@@ -48,7 +48,7 @@ class Divergence:
 
 
 def summarise(kl: ArrayLike, same_top: ArrayLike, nll: ArrayLike) -> Divergence:
-    """One row of the table from per-token arrays of equal length: KL (nats), agreement (bool), -log p of the text (nats)."""
+    """One row of the table from per-token arrays: KL (nats), agreement (bool), -log p of the text (nats)."""
     k, s, n = np.asarray(kl, np.float64), np.asarray(same_top, np.float64), np.asarray(nll, np.float64)
     if k.size == 0 or not k.shape == s.shape == n.shape:
         raise MeasuringError("a summary needs as many divergences as agreements and likelihoods, and at least one")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +31,7 @@ class Child:
 
     def __init__(self, opening: Opening | None = None, tokens: list[int] | None = None) -> None:
         self.name = opening.config.name if opening else "measuring process"
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvtier.measuring.worker"],
             stdin=subprocess.PIPE,
@@ -77,15 +78,15 @@ class Child:
         self._errors.seek(0)
         words = self._errors.read()[-2000:].decode(errors="replace").strip()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return WorkerError(f"{self.name}: the measuring process ended during {op!r} ({how}){': ' + words if words else ''}")
+        return WorkerError(
+            f"{self.name}: the measuring process ended during {op!r} ({how}){': ' + words if words else ''}"
+        )
 
     def close(self) -> None:
         """End the process: politely first, and within seconds."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+            with suppress(OSError):
                 self._process.stdin.close()
-            except OSError:
-                pass
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -98,7 +99,9 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._process.terminate()  # it may be in the middle of a long computation that nobody waits for
         self.close()

@@ -40,7 +40,11 @@ class Worker:
     def open(self, opening: Answer, tokens: list[int]) -> Answer:
         self._engine = Engine(Opening.from_dict(opening))
         self._tokens = tokens
-        return {"model_bytes": self.engine.model_bytes(), "n_ctx_train": self.engine.n_ctx_train(), "n_vocab": self.engine.n_vocab}
+        return {
+            "model_bytes": self.engine.model_bytes(),
+            "n_ctx_train": self.engine.n_ctx_train(),
+            "n_vocab": self.engine.n_vocab,
+        }
 
     def tokenize(self, text: str) -> Answer:
         return {"tokens": self.engine.tokenize(text.encode())}
@@ -95,7 +99,19 @@ class Worker:
         return [self._tokens[(at + i) % len(self._tokens)] for i in range(n_tokens)]
 
 
-_COMMANDS = ("open", "tokenize", "fill", "threads", "decode", "prefill", "rewind", "bandwidth", "disk", "score", "close")
+_COMMANDS = (
+    "open",
+    "tokenize",
+    "fill",
+    "threads",
+    "decode",
+    "prefill",
+    "rewind",
+    "bandwidth",
+    "disk",
+    "score",
+    "close",
+)
 
 
 def main() -> None:
@@ -116,7 +132,9 @@ def main() -> None:
                 raise MeasuringError(f"unknown command {name!r}")
             report(getattr(worker, name)(**command))
         except Exception as error:  # the parent decides what an error means; this process must answer
-            report({"error": f"{type(error).__name__}: {error}" if not isinstance(error, MeasuringError) else str(error)})
+            report(
+                {"error": f"{type(error).__name__}: {error}" if not isinstance(error, MeasuringError) else str(error)}
+            )
     worker.close()
 
 

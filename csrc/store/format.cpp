@@ -214,7 +214,7 @@ static void q8_0_block_from_f32(const float * x, uint8_t * b) {
     store_f16(b, d);
     for (int j = 0; j < 32; j++) {
         const float v = x[j]*id;
-        b[2 + j] = (uint8_t) (int8_t) (v == v ? roundf(v) : 0.0f);
+        b[2 + j] = (uint8_t) (int8_t) (fabsf(v) < 128.0f ? roundf(v) : 0.0f); // not so: NaN, or a scale whose inverse is inf
     }
 }
 

@@ -193,6 +193,7 @@ static void worker_main(kvt_store * s) {
                 p.io = IO_READING;
                 store_read_page(s, lk, s->arrays[id.array], id.page);
             }
+            store_notify(s); // a flush waits for the queue to be empty
             continue;
         }
         const kvt_page_id id = s->writes.front();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..hardware import cpu_count, cpu_name
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
@@ -200,8 +200,8 @@ def run(plan: BenchPlan, report: Report) -> BenchResult:
     if not decode and prefill is None:
         raise MeasuringError("nothing was measured: " + "; ".join(f"{name}: {error}" for name, error in bench.failures))
     machine = {
-        "processor": platform.processor() or platform.machine(),
-        "cpus": str(os.cpu_count()),
+        "processor": cpu_name(),
+        "cpus": str(cpu_count()),
         "system": platform.platform(),
     }
     return BenchResult(plan.model.name, memory, disk, tuple(decode), prefill, tuple(bench.failures), machine)

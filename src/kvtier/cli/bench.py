@@ -20,7 +20,7 @@ from .options import TOKENS, option
 
 
 @click.command("bench", context_settings={"show_default": True})
-@click.argument("model")
+@click.argument("model", default="smollm2")
 @option(
     "--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode."
 )
@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Compare decode and prefill speed with stock llama.cpp, side by side.
 
-    MODEL is a GGUF file or a name that `kvtier models` lists. Every configuration runs in its own process; they take
+    MODEL is a GGUF file or a name that `kvtier models` lists, smollm2 without one. Every configuration runs in its own process; they take
     turns block by block, and the ratios are medians over rounds. Leave the machine alone meanwhile.
     """
     kv_dir: Path | None = options["kv_dir"]

@@ -31,7 +31,7 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
 
 
 @click.command("eval", context_settings={"show_default": True})
-@click.argument("model")
+@click.argument("model", default="smollm2")
 @option(
     "-f",
     "--file",
@@ -86,7 +86,7 @@ def command(
 ) -> None:
     """Compare next-token distributions with an exact reference, one token at a time.
 
-    MODEL is a GGUF file or a name that `kvtier models` lists. Rows that are finished already (same model, text,
+    MODEL is a GGUF file or a name that `kvtier models` lists, smollm2 without one. Rows that are finished already (same model, text,
     lengths, configuration and build) are not measured again: an interrupted run goes on where it stopped.
     """
     if min(n_prefix, n_tokens) < 1:

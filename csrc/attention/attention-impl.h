@@ -1,0 +1,102 @@
+#pragma once
+
+// What the files of this folder share: scratch memory, the state of one operation, and the steps of both drivers.
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../include/kvtier-errors.h"
+#include "kernels.h"
+#include "team.h"
+
+#define KVT_LOG2E 1.44269504088896341f
+
+// Memory that grows and is kept from op to op. Contents are lost when it grows.
+struct kvt_buf {
+    void * p;
+    size_t n_bytes;
+};
+void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes);   // 64-byte aligned; NULL: out of memory
+void   kvt_buf_free(struct kvt_buf * b);
+
+struct kvt_visibility {
+    int64_t n_kv, n_queries;
+    size_t  n_sub, n_blocks;      // n_sub = ceil(n_kv/32), n_blocks = ceil(n_queries/KVT_VIS_BLOCK)
+    struct kvt_buf cls;           // uint8_t [n_blocks][n_sub]
+    struct kvt_buf any;           // uint8_t [n_sub]: 1 if some query sees some of the sub
+};
+static inline const uint8_t * kvt_vis_row(const struct kvt_visibility * v, size_t block) { return (const uint8_t *) v->cls.p + block*v->n_sub; }
+static inline const uint8_t * kvt_vis_any(const struct kvt_visibility * v)               { return (const uint8_t *) v->any.p; }
+// as kvt_visibility_compute for n_head masks that are nb_head bytes apart: a class holds for all heads
+int kvt_visibility_compute_heads(struct kvt_visibility * vis, const void * mask, size_t nb_query, size_t nb_head, int64_t n_head,
+                                 int64_t n_kv, int64_t n_queries, int n_threads);
+
+struct kvt_attention {
+    int n_threads;
+    struct kvt_attention_stats stats;
+    struct kvt_visibility vis;    // for ops that bring none
+    struct kvt_buf pages, q, state, tiles, slots, probs, mass;
+};
+
+// One operation while it runs.
+struct kvt_job {
+    struct kvt_attention * a;
+    const struct kvt_attention_op * op;
+    const struct kvt_kernels * k;
+    const struct kvt_visibility * vis;
+    int     n_threads;
+    int     n_group;              // query heads per KV head
+    int64_t n_rows;               // rows per KV head: row = query*n_group + g
+    int32_t d_v_pad;
+    int32_t subs_per_page;
+    size_t  n_sub;
+
+    // the visible pages, in order; a missing page's ref has data == NULL
+    size_t     n_pages, n_missing;
+    uint32_t * pages;             // page numbers in the array
+    struct kvt_page_ref * refs;
+    uint32_t * missing;           // positions in pages
+    uint8_t  * is_missing;        // [n_pages]
+
+    // attention mass (op->mass): weights of n_mass_queries queries, relative to the reference exponent they were computed with
+    int64_t n_mass_queries;
+    float * probs;                // [n_head_kv][n_mass_queries*n_group][ld_probs]
+    size_t  ld_probs;
+    float * probs_m;              // [n_head_kv][n_mass_queries*n_group][n_sub]
+    float * final_m;              // [n_head_kv][n_mass_queries*n_group]: the rows' last exponent and 1/sum
+    float * final_f;
+
+    std::atomic<int>    error;
+    std::atomic<size_t> next, next_missing;
+};
+
+static inline float kvt_job_q_scale(const struct kvt_attention_op * op) { return op->softcap != 0.0f ? op->scale/op->softcap : op->scale*KVT_LOG2E; }
+static inline const float * kvt_job_q(const struct kvt_attention_op * op, int64_t query, int head) {
+    return (const float *) (op->q + (size_t) query*op->q_nb_query + (size_t) head*op->q_nb_head);
+}
+static inline const uint16_t * kvt_job_mask(const struct kvt_attention_op * op, int64_t query, int head) {
+    return op->mask ? (const uint16_t *) (op->mask + (size_t) query*op->mask_nb_query + (size_t) head*op->mask_nb_head) : NULL;
+}
+static inline float kvt_job_slope(const struct kvt_attention_op * op, int head) { return (op->slopes ? op->slopes[head] : 1.0f)*KVT_LOG2E; }
+static inline int   kvt_job_n_valid(const struct kvt_attention_op * op, size_t sub) {
+    const int64_t left = op->n_kv - (int64_t) sub*KVT_SUB;
+    return left < KVT_SUB ? (int) left : KVT_SUB;
+}
+static inline void kvt_job_fail(struct kvt_job * j, int code) {
+    int none = 0;
+    j->error.compare_exchange_strong(none, code);
+}
+static inline size_t kvt_round_up(size_t n, size_t to) { return (n + to - 1)/to*to; }
+
+int  kvt_decode_run (struct kvt_job * j);
+int  kvt_prefill_run(struct kvt_job * j);
+
+// Combines n_parts partial states of one row (strides in rows of the states' arrays), takes the sink in, writes dst and
+// returns the final exponent and 1/sum.
+struct kvt_partial { const float * m; const float * l; const float * o; };
+void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query, float * tmp, float * out_m, float * out_f);
+
+int  kvt_mass_prepare(struct kvt_job * j, int64_t n_queries);   // takes the memory for n_queries queries
+int  kvt_mass_apply(struct kvt_job * j);                        // after final_m and final_f are set

@@ -1,0 +1,148 @@
+// The operation: which pages are visible, pinning them, the choice of driver, and the end of a row.
+
+#include "attention-impl.h"
+
+void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes) {
+    if (b->n_bytes >= n_bytes && b->p) return b->p;
+    const size_t n = kvt_round_up(n_bytes + n_bytes/4 + 64, 64);
+    void * p = aligned_alloc(64, n);
+    if (!p) return NULL;
+    free(b->p);
+    b->p = p;
+    b->n_bytes = n;
+    return p;
+}
+
+void kvt_buf_free(struct kvt_buf * b) {
+    free(b->p);
+    b->p = NULL;
+    b->n_bytes = 0;
+}
+
+extern "C" int kvt_attention_create(struct kvt_attention ** out, int n_threads) {
+    if (!kvt_kernels_active()) return KVT_ERR_CONFIG;   // KVTIER_ISA names nothing that runs here
+    struct kvt_attention * a = (struct kvt_attention *) calloc(1, sizeof(*a));
+    if (!a) return KVT_ERR_NOMEM;
+    kvt_attention_set_n_threads(a, n_threads);
+    *out = a;
+    return 0;
+}
+
+extern "C" void kvt_attention_free(struct kvt_attention * a) {
+    if (!a) return;
+    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs, &a->mass };
+    for (struct kvt_buf * b : all) kvt_buf_free(b);
+    free(a);
+}
+
+extern "C" void kvt_attention_set_n_threads(struct kvt_attention * a, int n_threads) { a->n_threads = n_threads < 1 ? 1 : n_threads; }
+extern "C" void kvt_attention_get_stats(const struct kvt_attention * a, struct kvt_attention_stats * out) { *out = a->stats; }
+
+static int check_op(const struct kvt_attention_op * op) {
+    const struct kvt_geometry * g = &op->geo;
+    if (g->n_head_kv < 1 || g->d_k < 1 || g->d_v < 0 || g->page_tokens < KVT_SUB || g->page_tokens % KVT_SUB) return KVT_ERR_INVALID;
+    if (op->n_head_q < 1 || op->n_head_q % g->n_head_kv || op->n_queries < 1 || op->n_kv < 1) return KVT_ERR_INVALID;
+    if (op->d_v_out < 1 || (g->d_v ? op->d_v_out != g->d_v : op->d_v_out > g->d_k)) return KVT_ERR_INVALID;
+    if (!op->source || !op->q || !op->dst) return KVT_ERR_INVALID;
+    const size_t n_pages = (size_t) (op->n_kv + g->page_tokens - 1)/g->page_tokens;
+    if (op->mass && (op->page_first + n_pages > op->mass->n_pages || op->mass->n_cells != op->mass->n_pages*(size_t) g->page_tokens)) return KVT_ERR_INVALID;
+    return 0;
+}
+
+static int find_visibility(struct kvt_job * j) {
+    const struct kvt_attention_op * op = j->op;
+    const struct kvt_visibility * v = op->vis;
+    if (v && (op->mask_nb_head == 0 || !op->mask) && v->n_kv == op->n_kv && v->n_queries == op->n_queries) {
+        j->vis = v;
+        return 0;
+    }
+    const int64_t n_head = op->mask && op->mask_nb_head ? op->n_head_q : 1;
+    j->vis = &j->a->vis;
+    return kvt_visibility_compute_heads(&j->a->vis, op->mask, op->mask_nb_query, op->mask_nb_head, n_head, op->n_kv, op->n_queries, j->n_threads);
+}
+
+// Lists the visible pages and pins those that need no I/O.
+static int pin_pages(struct kvt_job * j) {
+    const struct kvt_attention_op * op = j->op;
+    const uint8_t * any = kvt_vis_any(j->vis);
+    const size_t n_all = (j->n_sub + j->subs_per_page - 1)/j->subs_per_page;
+    char * p = (char *) kvt_buf_need(&j->a->pages, n_all*(sizeof(struct kvt_page_ref) + 2*sizeof(uint32_t) + 1));
+    if (!p) return KVT_ERR_NOMEM;
+    j->refs       = (struct kvt_page_ref *) p;
+    j->pages      = (uint32_t *) (j->refs + n_all);
+    j->missing    = j->pages + n_all;
+    j->is_missing = (uint8_t *) (j->missing + n_all);
+    j->n_pages = j->n_missing = 0;
+    for (size_t page = 0; page < n_all; page++) {
+        bool seen = false;
+        for (size_t s = page*j->subs_per_page; s < (page + 1)*j->subs_per_page && s < j->n_sub; s++) seen |= any[s] != 0;
+        if (seen) j->pages[j->n_pages++] = op->page_first + (uint32_t) page;
+    }
+    j->a->stats.pages_skipped += n_all - j->n_pages;
+    if (j->n_pages == 0) return 0;
+    const int err = op->source->acquire_resident(op->source->ctx, j->pages, j->n_pages, j->refs, j->missing, &j->n_missing);
+    if (err) {
+        j->n_pages = 0;
+        return err;
+    }
+    memset(j->is_missing, 0, j->n_pages);
+    for (size_t i = 0; i < j->n_missing; i++) {
+        j->is_missing[j->missing[i]] = 1;
+        j->refs[j->missing[i]].data  = NULL;
+        j->refs[j->missing[i]].page  = j->pages[j->missing[i]];
+    }
+    return 0;
+}
+
+void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query, float * tmp, float * out_m, float * out_f) {
+    const struct kvt_attention_op * op = j->op;
+    float m = -INFINITY, l = 0.0f;
+    for (int i = 0; i < n_parts; i++) m = parts[i].m[0] > m ? parts[i].m[0] : m;
+    const bool empty = m == -INFINITY;
+    if (!empty && op->sinks && op->sinks[head]*KVT_LOG2E > m) m = op->sinks[head]*KVT_LOG2E;
+    memset(tmp, 0, (size_t) j->d_v_pad*sizeof(float));
+    for (int i = 0; i < n_parts && !empty; i++) {
+        if (parts[i].m[0] == -INFINITY) continue;
+        const float f = exp2f(parts[i].m[0] - m);
+        l += f*parts[i].l[0];
+        j->k->add_scaled(tmp, parts[i].o, j->d_v_pad, f);
+    }
+    if (!empty && op->sinks) l += exp2f(op->sinks[head]*KVT_LOG2E - m);
+    const float f = empty || l == 0.0f ? 0.0f : 1.0f/l;
+    j->k->scale(tmp, j->d_v_pad, f);
+    memcpy(op->dst + (size_t) query*op->dst_nb_query + (size_t) head*op->dst_nb_head, tmp, (size_t) op->d_v_out*sizeof(float));
+    if (out_m) *out_m = m;
+    if (out_f) *out_f = f;
+}
+
+extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_attention_op * op) {
+    int err = check_op(op);
+    if (err) return err;
+    struct kvt_job job;
+    struct kvt_job * j = &job;
+    j->a = a; j->op = op;
+    j->k             = kvt_kernels_active();
+    j->n_threads     = a->n_threads;
+    j->n_group       = op->n_head_q/op->geo.n_head_kv;
+    j->n_rows        = op->n_queries*j->n_group;
+    j->d_v_pad       = (int32_t) kvt_round_up((size_t) op->d_v_out, 16);
+    j->subs_per_page = op->geo.page_tokens/KVT_SUB;
+    j->n_sub         = (size_t) (op->n_kv + KVT_SUB - 1)/KVT_SUB;
+    j->n_mass_queries = 0;
+    j->error = 0; j->next = 0; j->next_missing = 0;
+    err = find_visibility(j);
+    if (!err) err = pin_pages(j);
+    if (err) return err;
+    if (j->n_missing && op->source->prefetch) {
+        uint32_t * list = (uint32_t *) kvt_buf_need(&a->mass, j->n_missing*sizeof(uint32_t));
+        for (size_t i = 0; list && i < j->n_missing; i++) list[i] = j->pages[j->missing[i]];
+        if (list) op->source->prefetch(op->source->ctx, list, j->n_missing);
+    }
+    const bool decode = op->geo.d_v != 0 && j->n_rows <= KVT_DECODE_ROWS;
+    err = decode ? kvt_decode_run(j) : kvt_prefill_run(j);
+    if (j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
+    if (!err && op->mass) err = kvt_mass_apply(j);
+    a->stats.n_steps++;
+    a->stats.pages_read += j->n_pages;
+    return err;
+}

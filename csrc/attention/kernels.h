@@ -1,0 +1,87 @@
+#pragma once
+
+// The table of kernels of one instruction set, and what the drivers share. Scores are in base 2 throughout: the driver
+// folds log2(e) into q, slopes and sinks, so that the softmax is 2^(s - m). Everything accumulates in F32.
+//
+// "Rows" are the queries of one KV head: row r = query*G + g for the G query heads that share the KV head.
+// A "sub" is 32 tokens of one KV head (format.h). A tile is up to KVT_TILE_SUBS subs converted to F32.
+
+#include "attention.h"
+
+#define KVT_ROW_GROUP   12    // rows of a prefill micro-kernel call
+#define KVT_TILE_SUBS   4     // subs of a prefill tile
+#define KVT_TILE_TOKENS (KVT_TILE_SUBS*KVT_SUB)
+#define KVT_DECODE_ROWS 16    // up to so many rows per KV head take the decode path
+#define KVT_KERNEL_ROWS 8     // most rows of one scores/accumulate call
+
+// Rows of one KV head, scaled. The 16-bit form serves quantized keys: per block of 32 channels q = step*q16, stored as pairs
+// for a dot product over int32 lanes: pair[2g] = channels (4g, 4g+2), pair[2g+1] = channels (4g+1, 4g+3) of the block.
+// |q16| <= 32767, so a block's dot product with int8 fits in int32.
+struct kvt_q_rows {
+    const float   * f;      // [n_rows][d_k]
+    const int32_t * pair;   // [n_rows][d_k/2]
+    const float   * step;   // [n_rows][d_k/32]
+    const int32_t * sum;    // [n_rows][d_k/32] sum of q16
+    int32_t         d_k;
+};
+
+// Running softmax of some rows: reference exponent, sum and unnormalised output relative to it.
+struct kvt_row_state {
+    float * m;      // [n_rows], -INFINITY before the first visible token
+    float * l;      // [n_rows]
+    float * o;      // [n_rows][d_v_pad]
+    int32_t d_v_pad;
+};
+
+struct kvt_kernels {
+    const char * name;
+
+    // decode, per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1 (n_rows <= KVT_KERNEL_ROWS).
+    // `next` is memory to prefetch while reading (as long as what is read); any readable address.
+    void (*scores[KVT_FORMAT_COUNT])(const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next);
+    // o[r*d_v_pad + c] += sum over the sub's tokens of p[r*ld + t] * V[t][c]
+    void (*accumulate[KVT_FORMAT_COUNT])(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next);
+
+    // prefill: tiles to F32. k: [d_k][32]; v: [32][d_v_pad]
+    void (*load_k[KVT_FORMAT_COUNT])(const void * k_sub, int d_k, float * out);
+    void (*load_v[KVT_FORMAT_COUNT])(const void * v_sub, int d_v_pad, float * out);
+    void (*transpose)(const float * k_tile, int d, int d_pad, float * v_tile);   // [d][32] to [32][d_pad], zeros behind d
+    // KVT_ROW_GROUP rows: s[r*ld + t] = q . K over one sub; q_pack is [d_k][KVT_ROW_GROUP]
+    void (*gemm_scores)(const float * q_pack, const float * k_tile, int d_k, float * s, size_t ld);
+    // KVT_ROW_GROUP rows: o[r*d_v_pad + c] += sum over n_tokens of p[r*ld + t] * v_tile[t*d_v_pad + c]
+    void (*gemm_accumulate)(const float * p, size_t ld, int n_tokens, const float * v_tile, int d_v_pad, float * o);
+
+    // both
+    void (*softcap)(float * s, size_t ld, int n_rows, int n_tokens, float cap);  // s = cap*tanh(s)
+    // one row of one sub: s[t] += slope*mask[t]; -inf where the mask is -inf and from n_valid on. mask may be NULL
+    void (*mask_add)(float * s, const uint16_t * mask, float slope, int n_valid);
+    // s becomes 2^(s - m) with the rows' (possibly moved) reference exponents, l and o are brought up to date
+    void (*softmax)(float * s, size_t ld, int n_rows, int n_tokens, const struct kvt_row_state * st);
+    // x[i] *= f
+    void (*scale)(float * x, int n, float f);
+    // x[i] += f*y[i]
+    void (*add_scaled)(float * x, const float * y, int n, float f);
+    // mass of 32 tokens: out[t] = sum over rows of f[r]*p[r*ld + t]
+    void (*mass_sub)(const float * p, size_t ld, int n_rows, const float * f, float * out);
+    // mean = decay*mean + (1 - decay)*x, max = max(max, x) over n; returns the sum of x
+    float (*mass_update)(float * mean, float * max, const float * x, size_t n, float decay);
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+extern const struct kvt_kernels kvt_kernels_scalar;
+#if defined(__x86_64__)
+extern const struct kvt_kernels kvt_kernels_avx2;
+extern const struct kvt_kernels kvt_kernels_avx512;
+extern const struct kvt_kernels kvt_kernels_avx512vnni;
+#elif defined(__aarch64__)
+extern const struct kvt_kernels kvt_kernels_neon;
+#endif
+
+const struct kvt_kernels * kvt_kernels_active(void);
+
+#ifdef __cplusplus
+}
+#endif

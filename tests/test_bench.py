@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,8 @@ def test_reports_hold_the_ratios() -> None:
     assert "### decode, 8k context, 2 threads" in report
     assert "4.00 (4.00..4.00)" in report
     assert "### prefill of 8k" in report
+    assert "other programs used 50 %" in report
+    assert "other programs" not in text(replace(result(), busy=0.0))
 
 
 def test_bandwidths_are_positive(tmp_path: Path) -> None:
@@ -261,6 +264,7 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
         (["--threads", "0"], "below 1"),
         (["--contexts", "24,3x"], "3x"),
         (["--prefill", "-1"], "negative"),
+        (["--prefill", "100"], "shorter than one batch"),
         (["--kv-dir", "/nonexistent"], "no directory"),
     ],
 )

@@ -8,6 +8,8 @@ from ..measuring.figures import Spread
 from ..measuring.table import markdown
 from .results import BASELINES, BenchResult, DecodeResult, PrefillResult
 
+BUSY = 0.05  # of the processors; idle machines stay below
+
 
 def context_name(context: int) -> str:
     """ "empty", "8k", "1,000": a context as the table's headings say it."""
@@ -74,14 +76,19 @@ def prefill_table(result: PrefillResult) -> str:
     return f"{title}\n\n{markdown(('configuration', 'tokens/s', 'x stock f16', 'x stock q8_0'), rows)}"
 
 
+def _heading(bench: BenchResult) -> str:
+    memory = ", ".join(f"{_threads(n)}: {b / 1e9:.1f} GB/s" for n, b in bench.memory_bytes_per_s.items())
+    lines = [f"model: {bench.model}", f"memory read: {memory}"]
+    if bench.disk_bytes_per_s:
+        lines.append(f"disk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s")
+    if bench.busy > BUSY:
+        lines.append(f"other programs used {100 * bench.busy:.0f} % of the processors before the start: expect noise")
+    return "\n".join(lines)
+
+
 def text(bench: BenchResult) -> str:
     """The whole report as Markdown."""
-    memory = ", ".join(f"{_threads(n)}: {b / 1e9:.1f} GB/s" for n, b in bench.memory_bytes_per_s.items())
-    parts = [
-        f"model: {bench.model}\nmemory read: {memory}"
-        + (f"\ndisk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s" if bench.disk_bytes_per_s else "")
-    ]
-    parts += [decode_table(result, bench) for result in bench.decode]
+    parts = [_heading(bench), *(decode_table(result, bench) for result in bench.decode)]
     if bench.prefill is not None:
         parts.append(prefill_table(bench.prefill))
     parts.append("x: median of the rounds' ratios of times, taken next to each other (smallest..largest)")
@@ -137,6 +144,7 @@ def to_json(bench: BenchResult) -> dict[str, Any]:
     return {
         "model": bench.model,
         "machine": bench.machine,
+        "busy": bench.busy,
         "memory_bytes_per_s": {str(n): b for n, b in bench.memory_bytes_per_s.items()},
         "disk_bytes_per_s": bench.disk_bytes_per_s,
         "decode": [_decode_json(result, bench) for result in bench.decode],

@@ -64,11 +64,12 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One run of the benchmark."""
+    """One run of the benchmark. `busy` is the share of the processors that others used just before it, 0..1."""
 
     model: str
     memory_bytes_per_s: dict[int, float]
     disk_bytes_per_s: float
+    busy: float = 0.0
     decode: tuple[DecodeResult, ...] = ()
     prefill: PrefillResult | None = None
     failures: tuple[tuple[str, str], ...] = ()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..hardware import cpu_count, cpu_name
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
@@ -191,12 +193,16 @@ def chunk_starts(n_tokens: int, chunk: int, sampled: bool, n_samples: int = 4) -
 
 def run(plan: BenchPlan, report: Report) -> BenchResult:
     """Measure everything in the plan. Raises MeasuringError if nothing can be measured."""
+    if 0 < plan.prefill < plan.n_batch:
+        raise MeasuringError(f"a prompt of {plan.prefill} tokens is shorter than one batch of {plan.n_batch}")
     bench = _Bench(plan, report)
+    report("how busy the machine is")
+    busy = psutil.cpu_percent(interval=1.0) / 100
     memory, disk = bench.learn()
     decode: list[DecodeResult] = []
     for context in plan.contexts:
         decode += _decode_at(bench, context)
-    prefill = _prefill(bench) if plan.prefill >= plan.n_batch else None
+    prefill = _prefill(bench) if plan.prefill > 0 else None
     if not decode and prefill is None:
         raise MeasuringError("nothing was measured: " + "; ".join(f"{name}: {error}" for name, error in bench.failures))
     machine = {
@@ -204,4 +210,4 @@ def run(plan: BenchPlan, report: Report) -> BenchResult:
         "cpus": str(cpu_count()),
         "system": platform.platform(),
     }
-    return BenchResult(plan.model.name, memory, disk, tuple(decode), prefill, tuple(bench.failures), machine)
+    return BenchResult(plan.model.name, memory, disk, busy, tuple(decode), prefill, tuple(bench.failures), machine)

@@ -63,8 +63,10 @@ def command(
 ) -> None:
     """Compare decode and prefill speed with stock llama.cpp, side by side.
 
-    MODEL is a GGUF file or a name that `kvtier models` lists, smollm2 without one. Every configuration runs in its own process; they take
-    turns block by block, and the ratios are medians over rounds. Leave the machine alone meanwhile.
+    MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one.
+
+    Every configuration runs in its own process; they take turns block by block, and the ratios are medians over
+    rounds. Leave the machine alone meanwhile.
     """
     kv_dir: Path | None = options["kv_dir"]
     if kv_dir is not None and not kv_dir.is_dir():

@@ -86,8 +86,10 @@ def command(
 ) -> None:
     """Compare next-token distributions with an exact reference, one token at a time.
 
-    MODEL is a GGUF file or a name that `kvtier models` lists, smollm2 without one. Rows that are finished already (same model, text,
-    lengths, configuration and build) are not measured again: an interrupted run goes on where it stopped.
+    MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one.
+
+    Rows that are finished already (same model, text, lengths, configuration and build) are not measured again: an
+    interrupted run goes on where it stopped.
     """
     if min(n_prefix, n_tokens) < 1:
         raise MeasuringError("--prefix and --tokens must be at least 1")

@@ -164,7 +164,7 @@ def result() -> BenchResult:
     traffic = dict.fromkeys(times, Traffic(10**8, 10**8))
     decode = DecodeResult(8192, 2, 16, times, traffic, dict.fromkeys(times, "repeated"))
     return BenchResult(
-        "m", {2: 4e9}, 0.0, (decode,), PrefillResult(8192, 2, 512, False, times), (("x at 0 tokens", "broke"),)
+        "m", {2: 4e9}, 0.0, 0.5, (decode,), PrefillResult(8192, 2, 512, False, times), (("x at 0 tokens", "broke"),)
     )
 
 

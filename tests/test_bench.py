@@ -206,11 +206,22 @@ def test_a_repeated_context_is_as_long_and_as_large_as_a_computed_one(smollm2_pa
         assert child.ask("prefill", n_tokens=3)["n_past"] == 603
         child.ask("rewind", n_tokens=0)
         assert child.ask("prefill", n_tokens=600)["n_past"] == 600
+        assert child.ask("size")["kv_bytes"] == repeated["kv_bytes"]
         child.ask("rewind", n_tokens=599)
         steps = child.ask("decode", n_tokens=1)
         assert steps["seconds"] > 0
         assert steps["disk_read_bytes"] == 0
         assert repeated["kv_bytes"] > 600 * 30 * 2 * 192 * 34 // 32  # 30 layers, K and V, 3 heads of 64
+
+
+def test_a_window_is_filled_as_far_as_it_reaches(gemma3_path: Path) -> None:
+    """Of sliding-window layers a saved state has the last 512 cells only; the others have all."""
+    with Child(Opening(str(gemma3_path), STOCK_F16, 1536, 2), list(range(100, 400))) as child:
+        repeated = child.ask("fill", n_tokens=1024)
+        assert repeated["how"] == "repeated"
+        child.ask("rewind", n_tokens=0)
+        child.ask("prefill", n_tokens=1024)
+        assert child.ask("size")["kv_bytes"] == repeated["kv_bytes"]
 
 
 def test_failures_of_a_measuring_process_are_its_own_words(smollm2_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m kvtier.measuring.worker
 
-Commands: open, tokenize, fill, threads, decode, prefill, rewind, score, bandwidth, disk, close. An error is answered as
+Commands: open, tokenize, fill, size, threads, decode, prefill, rewind, score, bandwidth, disk, close. An error is
+answered as
 ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
 """
 
@@ -53,6 +54,9 @@ class Worker:
         how = self.engine.fill(self._tokens, n_tokens)
         return {"how": how, "kv_bytes": self.engine.state_bytes()}
 
+    def size(self) -> Answer:
+        return {"kv_bytes": self.engine.state_bytes(), "n_past": self.engine.n_past}
+
     def threads(self, n_threads: int) -> Answer:
         self.engine.set_threads(n_threads)
         return {}
@@ -99,18 +103,21 @@ class Worker:
         return [self._tokens[(at + i) % len(self._tokens)] for i in range(n_tokens)]
 
 
-_COMMANDS = (
-    "open",
-    "tokenize",
-    "fill",
-    "threads",
-    "decode",
-    "prefill",
-    "rewind",
-    "bandwidth",
-    "disk",
-    "score",
-    "close",
+_COMMANDS = frozenset(
+    (
+        "open",
+        "tokenize",
+        "fill",
+        "size",
+        "threads",
+        "decode",
+        "prefill",
+        "rewind",
+        "bandwidth",
+        "disk",
+        "score",
+        "close",
+    )
 )
 
 

@@ -98,6 +98,9 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     while (n > n_min && (n*z.transit > budget/2 || n*z.transit + one_each + z.slab_max > budget)) {
         n--;
     }
+    if (n == 0) {
+        kvt_transit_clear(s->transit); // there is no array left whose pages could be there
+    }
     const uint64_t quota = std::max(n*z.transit, s->transit.held_bytes);
     s->transit.quota_bytes = quota;
     s->slabs.limit_bytes   = budget - std::min(budget, quota);

@@ -315,25 +315,7 @@ void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n) 
     }
     kvt_store * s = a->store;
     store_lock lk(s->mutex);
-    for (size_t i = 0; i < n; i++) {
-        if (pages[i] >= a->n_pages) {
-            continue;
-        }
-        page_entry & p = a->pages[pages[i]];
-        if (p.place != PLACE_DISK || p.wanted) {
-            continue;
-        }
-        if (p.f.data) { // still there from an earlier use: keep it
-            if (p.io == IO_NONE && is_transit(p) && p.pins == 0) {
-                kvt_transit_set(s->transit, p.f.index, TRANSIT_READY);
-                s->transit.frames[p.f.index].clock = s->clock;
-            }
-            continue;
-        }
-        p.wanted = true;
-        s->ahead.push_back({ a->id, pages[i] });
-    }
-    store_pump_ahead(s);
+    store_add_ahead(s, a, pages, n);
 }
 
 // --- discard -----------------------------------------------------------------------------------------------------

@@ -217,6 +217,9 @@ int store_make_room(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0
             refill(s, stride, seq0, with_protected != 0); // rather a protected page than no answer
         }
         if (drop_first_clean(s, lk)) {
+            if (s->n_writing < WRITES_AHEAD/2) {
+                write_victims(s); // so that the next one who needs room finds a clean one too
+            }
             return KVT_ERR_OK;
         }
         const bool give_up = s->fail_seq > seq0 && (s->fail_code == KVT_ERR_DISK_FULL || s->fail_seq - seq0 >= FAILURES_MAX);

@@ -60,7 +60,8 @@ struct transit_frame {
     transit_state state = TRANSIT_FREE;   // BUSY: queued, loading or pinned. READY: read ahead, not used yet. USED: may go
     struct kvt_page_id owner = { 0, 0 };
     uint64_t  seq = 0;                    // when it entered its state: the oldest goes first
-    uint64_t  clock = 0;
+    uint64_t  clock = 0;                  // the store's clock and turn when it was filled
+    uint64_t  turn = 0;
 };
 
 struct transit_pool {

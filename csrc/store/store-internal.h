@@ -80,7 +80,9 @@ struct kvt_store {
 
     std::condition_variable  work;
     std::deque<kvt_page_id>  reads, writes;
-    std::deque<kvt_page_id>  ahead;    // pages to read when transit frames come free, in order
+    std::deque<kvt_page_id>  ahead;    // pages of ahead_array to read when transit frames come free, in order
+    uint32_t                 ahead_array = UINT32_MAX;
+    uint64_t                 ahead_turn  = 0;               // counts the changes of ahead_array
     std::vector<std::thread> workers;
     bool                     stop = false;
     size_t                   n_reading = 0, n_writing = 0;  // n_writing counts queued writes too
@@ -145,6 +147,7 @@ void store_unqueue      (kvt_store * s, uint32_t array);      // forgets all req
 int  store_frame_for_read(kvt_store * s, kvt_array * a, uint32_t page, bool must);        // BUDGET: none free right now
 void store_free_transit  (kvt_store * s, page_entry & p);
 void store_pump_ahead    (kvt_store * s);
+void store_add_ahead     (kvt_store * s, kvt_array * a, const uint32_t * pages, size_t n);
 
 // array.cpp
 int  store_recall(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page);          // from disk to the host, to stay

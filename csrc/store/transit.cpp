@@ -10,26 +10,31 @@ void store_free_transit(kvt_store * s, page_entry & p) {
     p.read_ahead = false;
 }
 
-// Frees one transit frame that nobody uses: one that was used; then what was read ahead in an earlier step and never
-// used. Someone who must read now also takes what was read ahead for later, last needed first. False: all are in use.
-static bool recycle(kvt_store * s, bool must) {
-    transit_frame * used = nullptr;
-    transit_frame * stale = nullptr;
-    transit_frame * later = nullptr;
+// What was read ahead and will not be used any more, as far as one can tell: an earlier step's, or that of a layer before
+// the last one (layers come in turn, and hints run one layer ahead at most).
+static bool is_stale(const kvt_store * s, const transit_frame & f) {
+    return f.state == TRANSIT_READY && (f.clock + 2 <= s->clock || f.turn + 2 <= s->ahead_turn);
+}
+
+// Frees one transit frame that nobody uses: one that was used, then a stale one. Someone who must read now also takes
+// what was read ahead for later: another layer's first, then what is needed last. False: all are in use.
+static bool recycle(kvt_store * s, uint32_t array, bool must) {
+    transit_frame * best = nullptr;
+    int rank = 0; // of best: 4 used, 3 stale, 2 another array's, 1 our own for later
     for (transit_frame & f : s->transit.frames) {
-        if (f.state == TRANSIT_USED) {
-            used = !used || f.seq < used->seq ? &f : used;
-        } else if (f.state == TRANSIT_READY && f.clock + 2 <= s->clock) {
-            stale = !stale || f.seq < stale->seq ? &f : stale;
-        } else if (f.state == TRANSIT_READY || (f.state == TRANSIT_BUSY && page_of(s, f.owner).io == IO_QUEUED)) {
-            later = !later || f.seq > later->seq ? &f : later;
+        const bool queued = f.state == TRANSIT_BUSY && page_of(s, f.owner).io == IO_QUEUED;
+        const int r = f.state == TRANSIT_USED ? 4 : is_stale(s, f) ? 3 : !must || !(queued || f.state == TRANSIT_READY) ? 0 :
+            f.owner.array != array ? 2 : 1;
+        const bool better = r > rank || (r == rank && best && (r == 1 ? f.seq > best->seq : f.seq < best->seq));
+        if (r > 0 && better) {
+            best = &f;
+            rank = r;
         }
     }
-    transit_frame * f = used ? used : stale ? stale : must ? later : nullptr;
-    if (!f) {
+    if (!best) {
         return false;
     }
-    page_entry & p = page_of(s, f->owner);
+    page_entry & p = page_of(s, best->owner);
     p.io = IO_NONE; // it was IO_NONE or IO_QUEUED: the queue skips it
     store_free_transit(s, p);
     return true;
@@ -54,7 +59,7 @@ int store_frame_for_read(kvt_store * s, kvt_array * a, uint32_t page, bool must)
     }
     int r;
     while ((r = kvt_transit_alloc(s->transit, stride, id, &p.f)) != KVT_ERR_OK) {
-        if (!recycle(s, must)) {
+        if (!recycle(s, a->id, must)) {
             if (must && !any_busy(s)) { // waiting would not help
                 return store_fail(s, KVT_ERR_NOMEM, "no memory for " + store_page_name(a, page) + " to be read from the disk tier");
             }
@@ -62,6 +67,7 @@ int store_frame_for_read(kvt_store * s, kvt_array * a, uint32_t page, bool must)
         }
     }
     s->transit.frames[p.f.index].clock = s->clock;
+    s->transit.frames[p.f.index].turn  = s->ahead_turn;
     store_note_peak(s);
     return KVT_ERR_OK;
 }
@@ -83,4 +89,35 @@ void store_pump_ahead(kvt_store * s) {
         p.wanted = false;
         s->ahead.pop_front();
     }
+}
+
+// The last hint goes first: it is the best informed. Hints for the layer before are void.
+void store_add_ahead(kvt_store * s, kvt_array * a, const uint32_t * pages, size_t n) {
+    const bool too_long = s->ahead.size() > 4*(size_t) a->n_pages + n; // hints that nobody follows up
+    if (s->ahead_array != a->id || too_long) {
+        for (const kvt_page_id & id : s->ahead) {
+            page_of(s, id).wanted = false;
+        }
+        s->ahead.clear();
+        s->ahead_turn += s->ahead_array != a->id ? 1 : 0;
+        s->ahead_array = a->id;
+    }
+    for (size_t i = n; i-- > 0;) {
+        if (pages[i] >= a->n_pages) {
+            continue;
+        }
+        page_entry & p = a->pages[pages[i]];
+        if (p.place != PLACE_DISK) {
+            continue;
+        }
+        if (!p.f.data) {
+            p.wanted = true;
+            s->ahead.push_front({ a->id, pages[i] });
+        } else if (p.io == IO_NONE && p.pins == 0) { // still there from an earlier use: keep it
+            kvt_transit_set(s->transit, p.f.index, TRANSIT_READY);
+            s->transit.frames[p.f.index].clock = s->clock;
+            s->transit.frames[p.f.index].turn  = s->ahead_turn;
+        }
+    }
+    store_pump_ahead(s);
 }

@@ -1,0 +1,81 @@
+"""Run as `python -m kvtier._probe`: loads llama.cpp and the plug-in, and prints what it finds as JSON, one line per step.
+
+It is a process of its own so that a library that crashes takes nobody with it: the last line says how far it came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+
+def _step(name: str, **found: Any) -> None:
+    os.write(1, (json.dumps({"step": name, **found}) + "\n").encode())
+
+
+class _Feature(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
+
+
+def _cpu_features(ggml: Any) -> dict[str, str]:
+    """The instruction sets that ggml's CPU backend was compiled with."""
+    for name in ("ggml_backend_reg_by_name", "ggml_backend_reg_get_proc_address"):
+        getattr(ggml, name).restype = ctypes.c_void_p
+    registry = ggml.ggml_backend_reg_by_name(b"CPU")
+    address = ggml.ggml_backend_reg_get_proc_address(ctypes.c_void_p(registry), b"ggml_backend_get_features") if registry else None
+    if not address:
+        return {}
+    features = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
+    found: dict[str, str] = {}
+    i = 0
+    while features and features[i].name:
+        found[features[i].name.decode()] = (features[i].value or b"").decode()
+        i += 1
+    return found
+
+
+def _devices(ggml: Any) -> list[dict[str, Any]]:
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
+        getattr(ggml, name).restype = ctypes.c_char_p
+        getattr(ggml, name).argtypes = [ctypes.c_void_p]
+    devices = []
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(i)
+        name, text = ggml.ggml_backend_dev_name(device), ggml.ggml_backend_dev_description(device)
+        devices.append({"name": name.decode(), "description": text.decode("utf-8", "replace")})
+    return devices
+
+
+def main() -> None:
+    import llama_cpp
+    from llama_cpp._ggml import libggml
+
+    llama_cpp.llama_backend_init()
+    libggml.ggml_version.restype = ctypes.c_char_p
+    _step("llama_cpp", version=llama_cpp.__version__, ggml=libggml.ggml_version().decode(), path=os.path.dirname(llama_cpp.__file__))
+    _step("cpu", features=_cpu_features(libggml))
+
+    from . import _native, runtime
+    from .errors import KvtierError
+
+    try:
+        loaded = runtime.load()
+    except KvtierError as err:
+        _step("refused", message=err.message, hint=err.hint)
+        return
+    _step("plugin", path=str(loaded.library), version=_native.version(), ggml=_native.ggml_version(), isa=_native.isa())
+    _step("devices", devices=_devices(libggml))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ImportError as err:
+        _step("missing", message=str(err))
+        sys.exit(1)

@@ -1,0 +1,198 @@
+"""Is this installation sound, and what can this machine do? A list of findings; `kvtier doctor` prints them.
+
+Whatever loads native code is done in a child process (`kvtier._probe`), so that a crash is a finding and not the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from . import hardware
+from .sizes import format_bytes
+
+Status = Literal["ok", "warn", "fail"]
+MIN_PYTHON: Final = (3, 10)
+PROBE_TIMEOUT_S: Final = 60.0
+LOW_MEMORY_BYTES: Final = 1 << 30
+LOW_DISK_BYTES: Final = 2 << 30
+SLOW_READ_RATE: Final = 200e6
+
+_REINSTALL: Final = "Install it again: pip install --force-reinstall --no-cache-dir "
+# ggml's words for instruction sets and those of /proc/cpuinfo, most important first
+_WORTHWHILE: Final = (("AVX512", "avx512f"), ("AVX2", "avx2"), ("FMA", "fma"), ("F16C", "f16c"))
+_ISA_NEEDS: Final = (("avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")), ("avx2", ("avx2", "fma", "f16c")), ("neon", ("asimd",)))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `hint` says what to do about it, empty when all is well."""
+
+    name: str
+    status: Status
+    text: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the child process said, by step, and how it ended (negative: killed by that signal, None: it hung)."""
+
+    steps: Mapping[str, Mapping[str, Any]]
+    exit_code: int | None
+    tail: str
+
+
+def diagnose(kv_dir: Path) -> list[Finding]:
+    """Look at everything. `kv_dir` is where the disk tier would be."""
+    flags = hardware.cpu_flags()
+    probe = run_probe()
+    findings = [_python(), *_libraries(probe), *_instructions(probe, flags)]
+    amx = hardware.amx_state(flags)
+    findings += [_amx(amx, probe, flags), _memory(hardware.memory()), _disk(kv_dir)]
+    return findings
+
+
+def run_probe(command: tuple[str, ...] = (sys.executable, "-m", "kvtier._probe")) -> ProbeResult:
+    """Load llama.cpp and the plug-in in a child process."""
+    source = str(Path(__file__).resolve().parent.parent)   # the child finds the same package, however this one was found
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH", "")) if p)}
+    try:
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False, env=env)
+    except subprocess.TimeoutExpired as err:
+        return ProbeResult(_steps(err.stdout or b""), None, "")
+    tail = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    return ProbeResult(_steps(child.stdout), child.returncode, tail[0] if tail else "")
+
+
+def _steps(stdout: bytes) -> dict[str, dict[str, Any]]:
+    steps: dict[str, dict[str, Any]] = {}
+    for line in stdout.splitlines():
+        try:
+            step = json.loads(line)
+            steps[step["step"]] = step
+        except (ValueError, TypeError, KeyError):   # something that a library printed
+            continue
+    return steps
+
+
+def _python() -> Finding:
+    text = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < MIN_PYTHON:
+        return Finding("Python", "fail", text, f"Use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer.")
+    return Finding("Python", "ok", text)
+
+
+def _how_it_ended(probe: ProbeResult) -> str:
+    if probe.exit_code is None:
+        return f"did not finish within {PROBE_TIMEOUT_S:.0f} s"
+    if probe.exit_code < 0:
+        try:
+            return f"crashed ({signal.Signals(-probe.exit_code).name})"
+        except ValueError:
+            return f"crashed (signal {-probe.exit_code})"
+    return probe.tail or f"ended with exit code {probe.exit_code}"
+
+
+def _libraries(probe: ProbeResult) -> list[Finding]:
+    llama, refused, plugin, devices = (probe.steps.get(name) for name in ("llama_cpp", "refused", "plugin", "devices"))
+    if llama is None:
+        missing = probe.steps.get("missing")
+        reason = missing["message"] if missing else _how_it_ended(probe)
+        hint = "Install it: pip install llama-cpp-python" if missing else f"{_REINSTALL}llama-cpp-python"
+        return [Finding("llama-cpp-python", "fail", reason, hint)]
+    found = [Finding("llama-cpp-python", "ok", f"{llama['version']} with ggml {llama['ggml']}")]
+    if "cpu" not in probe.steps:
+        return [*found, Finding("ggml", "fail", f"looking at its CPU backend {_how_it_ended(probe)}", f"{_REINSTALL}llama-cpp-python")]
+    if refused is not None:
+        return [*found, Finding("libkvtier", "fail", refused["message"], refused["hint"])]
+    if plugin is None or devices is None:
+        missing = probe.steps.get("missing")
+        return [*found, Finding("libkvtier", "fail", missing["message"] if missing else f"loading it {_how_it_ended(probe)}", "Install the package again, from its sources: pip install --force-reinstall --no-deps .")]
+    found.append(Finding("libkvtier", "ok", f"{plugin['version']} at {plugin['path']}"))
+    names = [device["name"] for device in devices["devices"]]
+    if "KVT0" not in names:
+        return [*found, Finding("Devices", "fail", f"KVT0 is not among {', '.join(names)}", "Install the package again, from its sources: pip install --force-reinstall --no-deps .")]
+    return [*found, Finding("Devices", "ok", ", ".join(names))]
+
+
+def _instructions(probe: ProbeResult, flags: frozenset[str]) -> list[Finding]:
+    """What llama.cpp was compiled for, and what our kernels use, against what the processor has."""
+    findings = []
+    cpu = probe.steps.get("cpu")
+    if cpu is not None and cpu["features"]:
+        used = {name for name, value in cpu["features"].items() if value != "0"}
+        lacking = [name for name, flag in _WORTHWHILE if flag in flags and name not in used]
+        text = ", ".join(sorted(used)) or "none"
+        hint = f"llama.cpp was built without {', '.join(lacking)}, which this processor has. Faster:\n{_build_command(flags)}" if lacking else ""
+        findings.append(Finding("llama.cpp's CPU code", "warn" if lacking else "ok", text, hint))
+    plugin = probe.steps.get("plugin")
+    if plugin is not None:
+        best = next((isa for isa, needs in _ISA_NEEDS if flags.issuperset(needs)), "scalar")
+        isa = str(plugin["isa"])
+        lower = best != "scalar" and not isa.startswith(best)
+        findings.append(Finding("Attention kernels", "warn" if lower else "ok", isa,
+                                f"This processor has {best}; the library was built without it, or KVTIER_ISA names another." if lower else ""))
+    return findings
+
+
+def _build_command(flags: frozenset[str]) -> str:
+    return f'CMAKE_ARGS="{hardware.safe_cmake_args(flags)}" pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python'
+
+
+def _amx(state: hardware.AmxState, probe: ProbeResult, flags: frozenset[str]) -> Finding:
+    texts = {"absent": "this processor has none", "works": "works", "faults": "advertised, but its instructions kill the process",
+             "denied": "advertised, but the kernel gives no tile registers", "unknown": "could not be tried"}
+    if state not in ("faults", "unknown"):
+        return Finding("AMX", "ok", texts[state])
+    features = probe.steps.get("cpu", {}).get("features", {})
+    built_in = any(name.startswith("AMX") and value != "0" for name, value in features.items())
+    if built_in:
+        return Finding("AMX", "fail", f"{texts[state]}, and llama.cpp was built with it: it crashes at the first prompt", _build_command(flags))
+    return Finding("AMX", "ok" if features else "warn", f"{texts[state]}; llama.cpp was built without it", "" if features else _build_command(flags))
+
+
+def _memory(memory: hardware.Memory) -> Finding:
+    if memory.total_bytes == 0:
+        return Finding("Memory", "warn", "the system does not say", "Give budgets by hand: --kv-host.")
+    text = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}, {hardware.cpu_count()} processors ({hardware.cpu_name()})"
+    if memory.available_bytes < LOW_MEMORY_BYTES:
+        return Finding("Memory", "warn", text, "Close other programs, or give a small budget: --kv-host 256MiB with --kv-disk.")
+    return Finding("Memory", "ok", text)
+
+
+def _disk(folder: Path) -> Finding:
+    """Free space and speed of the disk tier's directory; its nearest existing parent stands for one that is not there yet."""
+    if folder.exists() and not folder.is_dir():
+        return Finding("Disk", "fail", f"{folder} is not a directory", "Name a directory with --kv-dir.")
+    existing = next((p for p in (folder, *folder.parents) if p.is_dir()), Path("/"))
+    try:
+        free = shutil.disk_usage(existing).free
+        if free < 2 * hardware.SPEED_BYTES:
+            return Finding("Disk", "warn", f"{existing} has {format_bytes(free)} free", "Free some space, or name another directory with --kv-dir.")
+        speed = hardware.disk_speed(existing)
+    except OSError as err:
+        return Finding("Disk", "fail", f"{existing} cannot be used: {err.strerror or err}", "Name a directory that can be written with --kv-dir.")
+    text = (f"{existing}: {format_bytes(free)} free, writes {speed.write_rate / 1e6:,.0f} MB/s, reads {speed.read_rate / 1e6:,.0f} MB/s"
+            + ("" if speed.direct else " (through the page cache)"))
+    hint = ""
+    if free < LOW_DISK_BYTES:
+        hint = "Little space for a disk tier: free some, or name another directory with --kv-dir."
+    elif speed.read_rate < SLOW_READ_RATE:
+        hint = "A slow disk: every token reads the pages that are not in RAM, so give --kv-host as much as you can."
+    return Finding("Disk", "warn" if hint else "ok", text, hint)
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """The worst status of all."""
+    order: dict[Status, int] = {"ok": 0, "warn": 1, "fail": 2}
+    rank: Callable[[Status], int] = order.__getitem__
+    return max((finding.status for finding in findings), key=rank, default="ok")

@@ -27,6 +27,10 @@ extern "C" {
 // cache allocation.
 typedef struct kvt_domain kvt_domain;
 
+#if defined(__GNUC__)
+#    pragma GCC visibility push(default)
+#endif
+
 // CFFI-BEGIN
 typedef struct {
     uint64_t budget_bytes;
@@ -99,10 +103,15 @@ int  kvt_domain_n_layers(kvt_domain * dom, uint32_t * out);
 int  kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out);
 int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use); // [n_pages] each, any may be NULL
 int  kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size);   // length, 0 if there was none
+int  kvt_domain_last_code(kvt_domain * dom);                             // the code that goes with it, 0 if there was none
 int  kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
 int  kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
 int  kvt_domain_evict_every_step(kvt_domain * dom, int on);              // a test switch: unprotected pages leave the host after every step
 // CFFI-END
+
+#if defined(__GNUC__)
+#    pragma GCC visibility pop
+#endif
 
 #ifdef __cplusplus
 }

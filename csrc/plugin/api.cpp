@@ -160,6 +160,10 @@ int kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size) {
     return (int) n;
 }
 
+int kvt_domain_last_code(kvt_domain * dom) {
+    return is_null(dom, "dom") ? KVT_ERR_INVALID : dom->state->last_code();
+}
+
 int kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
     if (is_null(dom, "dom")) {
         return KVT_ERR_INVALID;

@@ -116,12 +116,18 @@ int kvt_domain_state::fail(int code, const char * what) {
     kvt_fail(code, "%s", message.c_str());
     std::lock_guard<std::mutex> lock(m_mutex);
     m_error = std::move(message);
+    m_code  = code;
     return code;
 }
 
 std::string kvt_domain_state::last_error() const {
     std::lock_guard<std::mutex> lock(m_mutex);
     return m_error;
+}
+
+int kvt_domain_state::last_code() const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    return m_code;
 }
 
 //

@@ -43,6 +43,7 @@ public:
     // keeps the text of a failure (the store's own, if it has one) for kvt_domain_last_error; returns code
     int         fail(int code, const char * what);
     std::string last_error() const;
+    int         last_code() const;
     // a failure where ggml has no way to report one: the next graph on these caches returns it
     void        fail_later(int code) { m_pending = code; }
     int         take_pending()       { return m_pending.exchange(KVT_OK); }
@@ -76,6 +77,7 @@ private:
     mutable std::mutex                      m_mutex;   // guards what follows
     std::vector<std::unique_ptr<kvt_layer>> m_layers;  // in the order in which they were first used
     std::string                             m_error;
+    int                                     m_code = 0;
     std::vector<uint32_t>                   m_scratch;
 
     kvt_offload m_offload = {};

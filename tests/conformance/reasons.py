@@ -1,0 +1,40 @@
+"""Why a case of test-backend-ops may be answered with "not supported": every such case must be covered by one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .upstream import OpCase
+
+PAGE_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+
+
+@dataclass(frozen=True)
+class Reason:
+    op: str
+    title: str
+    why: str
+    covers: Callable[[dict[str, str]], bool]
+
+
+REASONS = (
+    Reason(
+        "SET_ROWS",
+        "rows that are not F32",
+        "llama.cpp computes new keys and values in F32 and hands them over as such; a cache never receives F16 rows",
+        lambda v: v["type_src"] != "f32",
+    ),
+    Reason(
+        "SET_ROWS",
+        "destination types that are no page format",
+        f"pages hold {', '.join(name.upper() for name in PAGE_FORMATS)}; the other types are for weights "
+        "(or, with Q5_0, Q5_1 and IQ4_NL, lie between two page formats)",
+        lambda v: v["type_dst"] not in PAGE_FORMATS,
+    ),
+)
+
+
+def reason_of(case: OpCase) -> Reason | None:
+    """The first reason that covers an unsupported case."""
+    return next((reason for reason in REASONS if reason.op == case.op and reason.covers(case.values)), None)

@@ -1,10 +1,10 @@
 """kvtier: long contexts for llama.cpp, with the KV cache in pages on RAM and disk.
 
-    from kvtier import Llama
+from kvtier import Llama
 
-    llm = Llama("model.gguf", n_ctx=32768, kv_host="1GiB", kv_disk="20GiB")
-    print(llm("Once upon a time")["choices"][0]["text"])
-    print(llm.kv.figures)
+llm = Llama("model.gguf", n_ctx=32768, kv_host="1GiB", kv_disk="20GiB")
+print(llm("Once upon a time")["choices"][0]["text"])
+print(llm.kv.figures)
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["Figures", "KVCache", "KVSettings", "KvtierError", "Llama", "__version__"]
 
 # Loaded on first use: `import kvtier` alone must not load llama.cpp.
-_HOMES: Final = {"Llama": "llama", "KVSettings": "settings", "KVCache": "kv", "Figures": "figures", "KvtierError": "errors"}
+_HOMES: Final = {
+    "Llama": "llama",
+    "KVSettings": "settings",
+    "KVCache": "kv",
+    "Figures": "figures",
+    "KvtierError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import cffi
 import numpy as np
 import numpy.typing as npt
 
-from .errors import NATIVE_ERRORS, LibraryError, NativeError, from_code
+from .errors import LibraryError, NativeError, from_code
 from .figures import FORMATS, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
@@ -41,25 +41,36 @@ def library_path() -> Path:
     if named:
         path = Path(named).absolute()
         if not path.is_file():
-            raise LibraryError(f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library.")
+            raise LibraryError(
+                f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library."
+            )
         return path
     for folder in _package_folders():
         path = folder / "lib" / _LIBRARY_NAME
         if path.is_file():
             return path
-    raise LibraryError(f"the native library {_LIBRARY_NAME} is not installed",
-                       f"Install the package again (pip install .), or name a built library with {LIBRARY_ENV}.")
+    raise LibraryError(
+        f"the native library {_LIBRARY_NAME} is not installed",
+        f"Install the package again (pip install .), or name a built library with {LIBRARY_ENV}.",
+    )
 
 
 def header_path(library: Path) -> Path:
     """The header that describes `library`. Raises LibraryError if there is none."""
     source_tree = Path(__file__).resolve().parents[2] / "csrc" / "include"
-    folders = [library.parent.parent / "include", library.parent / "include", *(f / "include" for f in _package_folders()), source_tree]
+    folders = [
+        library.parent.parent / "include",
+        library.parent / "include",
+        *(f / "include" for f in _package_folders()),
+        source_tree,
+    ]
     for folder in folders:
         path = folder / "kvtier.h"
         if path.is_file():
             return path
-    raise LibraryError(f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete.")
+    raise LibraryError(
+        f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete."
+    )
 
 
 def _package_folders() -> list[Path]:
@@ -71,7 +82,9 @@ def declarations(header: str) -> str:
     """The part of kvtier.h that Python reads. Raises LibraryError if its markers are missing."""
     start, end = header.find(_BEGIN), header.find(_END)
     if start < 0 or end < start:
-        raise LibraryError("kvtier.h has no declarations for Python", "Install the package again: its files do not belong together.")
+        raise LibraryError(
+            "kvtier.h has no declarations for Python", "Install the package again: its files do not belong together."
+        )
     return "typedef struct kvt_domain kvt_domain;\n" + header[start:end]
 
 
@@ -87,7 +100,9 @@ def load() -> None:
         try:
             _lib = ffi.dlopen(str(path))
         except OSError as err:
-            raise LibraryError(f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine.") from err
+            raise LibraryError(
+                f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine."
+            ) from err
         _ffi = ffi
 
 
@@ -123,14 +138,6 @@ def error_message(code: int) -> str:
 def last_error() -> str:
     """The text of this thread's last failing call; empty if there was none."""
     return _text(_loaded().kvt_last_error())
-
-
-def error_from_text(text: str) -> NativeError:
-    """The typed error for the text of a failure that reached us through llama.cpp, which hands on no code of ours."""
-    for code in NATIVE_ERRORS:
-        if error_message(code) in text:
-            return from_code(code, text)
-    return NativeError(text)
 
 
 class Domain:
@@ -181,28 +188,48 @@ class Domain:
         """The cache of one layer. `index` counts the layers that have one, from 0."""
         raw = _ffi.new("kvt_layer_figures *")
         _check(_lib.kvt_domain_layer(self._open(), index, raw))
-        names = ("array", "layer", "n_head_kv", "d_k", "d_v", "page_tokens", "n_streams", "cells_per_stream", "n_pages", "n_mass_steps")
+        names = (
+            "array",
+            "layer",
+            "n_head_kv",
+            "d_k",
+            "d_v",
+            "page_tokens",
+            "n_streams",
+            "cells_per_stream",
+            "n_pages",
+            "n_mass_steps",
+        )
         counts = {name: int(getattr(raw, name)) for name in names}
-        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
+        arrays = {
+            f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name)))
+            for name in ("token_mean", "token_max", "page_mean", "page_max")
+        }
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
         """Tier (index into TIERS), format of K (index into FORMATS) and clock of the last use of every page of a layer, each [n_pages]."""
         n = self.layer(index).n_pages
         tier, fmt_k, last_use = np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(n, np.uint64)
-        _check(_lib.kvt_domain_pages(self._open(), index, _ffi.from_buffer("uint8_t[]", tier), _ffi.from_buffer("uint8_t[]", fmt_k),
-                                     _ffi.from_buffer("uint64_t[]", last_use)))
+        _check(
+            _lib.kvt_domain_pages(
+                self._open(),
+                index,
+                _ffi.from_buffer("uint8_t[]", tier),
+                _ffi.from_buffer("uint8_t[]", fmt_k),
+                _ffi.from_buffer("uint64_t[]", last_use),
+            )
+        )
         return tier, fmt_k, last_use
 
-    def last_error(self) -> str:
-        """What went wrong last in this domain; empty if nothing did."""
-        size = 1024
-        while True:
-            buf = _ffi.new("char[]", size)
-            n = int(_lib.kvt_domain_last_error(self._open(), buf, size))
-            if n < size:
-                return _text(buf) if n > 0 else ""
-            size = n + 1
+    def last_error(self) -> NativeError | None:
+        """What went wrong last in this domain; None if nothing did."""
+        code = int(_lib.kvt_domain_last_code(self._open()))
+        if code == 0:
+            return None
+        buf = _ffi.new("char[]", 1024)
+        _lib.kvt_domain_last_error(self._open(), buf, 1024)
+        return from_code(code, _text(buf) or error_message(code))
 
     def set_offload(self, on_leave: OffloadHook | None, on_return: OffloadHook | None) -> None:
         """Call `on_leave` before a page leaves RAM and `on_return` after one came back, from any thread. None: no call."""
@@ -213,7 +240,11 @@ class Domain:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         """Move pages to a tier; returns how many were moved. Raises NativeError if one could not be."""
         n_done = _ffi.new("size_t *")
-        _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done))
+        _check(
+            _lib.kvt_domain_move(
+                self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done
+            )
+        )
         return int(n_done[0])
 
     def evict_every_step(self, on: bool) -> None:
@@ -229,14 +260,18 @@ class Domain:
 def _tier_figures(raw: Any) -> TierFigures:
     budget = int(raw.budget_bytes)
     formats = {name: int(raw.bytes_by_format[i]) for i, name in enumerate(FORMATS)}
-    return TierFigures(None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats)
+    return TierFigures(
+        None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats
+    )
 
 
 def _hook(hook: OffloadHook | None) -> Any:
     if hook is None:
         return _ffi.NULL
 
-    def call(_user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int) -> None:
+    def call(
+        _user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int
+    ) -> None:
         # Leaving the block releases the view: a caller that kept it gets a ValueError later instead of freed memory.
         with memoryview(_ffi.buffer(data, n_bytes)).toreadonly() as view:
             hook(array, page, layer, TIERS[tier], view, FORMATS[fmt_k], FORMATS[fmt_v])

@@ -32,14 +32,19 @@ class ChatTemplate:
         self.is_own = template is not None
         self._format: Any = llama_chat_format.format_chatml
         if template is not None:
-            self._format = llama_chat_format.Jinja2ChatFormatter(template, eos_token=_token_text(llm, llm.token_eos()), bos_token=_token_text(llm, llm.token_bos()))
+            self._format = llama_chat_format.Jinja2ChatFormatter(
+                template, eos_token=_token_text(llm, llm.token_eos()), bos_token=_token_text(llm, llm.token_bos())
+            )
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of the conversation, up to where the model's answer starts. Raises KvtierError if the template refuses."""
         try:
             formatted = self._format(messages=[{"role": m.role, "content": m.content} for m in messages])
         except (jinja2.TemplateError, ValueError, TypeError) as err:
-            raise KvtierError(f"the model's chat template refuses this conversation: {err}", "Give the prompt without --chat, as plain text.") from err
+            raise KvtierError(
+                f"the model's chat template refuses this conversation: {err}",
+                "Give the prompt without --chat, as plain text.",
+            ) from err
         return self._llm.tokenize(formatted.prompt.encode(), add_bos=not formatted.added_special, special=True)
 
 

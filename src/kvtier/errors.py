@@ -80,8 +80,10 @@ class ContextLengthError(KvtierError, ValueError):
     exit_code = 4
 
     def __init__(self, n_tokens: int, n_ctx: int, hint: str = "") -> None:
-        super().__init__(f"the prompt has {n_tokens:,} tokens, but the context holds {n_ctx:,} (and needs room for an answer)",
-                         hint or f"Shorten the prompt, or take a context of more than {n_tokens:,} tokens.")
+        super().__init__(
+            f"the prompt has {n_tokens:,} tokens, but the context holds {n_ctx:,} (and needs room for an answer)",
+            hint or f"Shorten the prompt, or take a context of more than {n_tokens:,} tokens.",
+        )
         self.n_tokens = n_tokens
         self.n_ctx = n_ctx
 
@@ -197,8 +199,20 @@ class CancelledError(NativeError):
 
 NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
     cls.code: cls
-    for cls in (AgainError, InvalidArgumentError, OutOfMemoryError, BudgetError, DiskFullError, DiskIOError, ChecksumError,
-                DirectoryError, UnsupportedError, ConfigError, VersionError, CancelledError)
+    for cls in (
+        AgainError,
+        InvalidArgumentError,
+        OutOfMemoryError,
+        BudgetError,
+        DiskFullError,
+        DiskIOError,
+        ChecksumError,
+        DirectoryError,
+        UnsupportedError,
+        ConfigError,
+        VersionError,
+        CancelledError,
+    )
 }
 
 # What to do about it, where the native message does not say.

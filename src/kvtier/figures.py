@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-TIERS: Final = ("none", "device", "host", "disk", "remote")           # in the order of the native library
-FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")       # in the order of the native library
+TIERS: Final = ("none", "device", "host", "disk", "remote")  # in the order of the native library
+FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # in the order of the native library
 UNLIMITED: Final = (1 << 64) - 1
 
 
@@ -27,24 +27,24 @@ class Figures:
     """Counts since the domain was opened; the tiers as they are now."""
 
     tiers: Mapping[str, TierFigures]
-    n_hits: int              # page reads that found the page in RAM
-    n_misses: int            # page reads that had to wait for the disk or read it
-    n_prefetched: int        # pages read ahead
-    n_prefetch_used: int     # of these, pages that were then needed
-    n_evicted: int           # pages that went from RAM to disk
-    n_recalled: int          # pages that came back to stay
+    n_hits: int  # page reads that found the page in RAM
+    n_misses: int  # page reads that had to wait for the disk or read it
+    n_prefetched: int  # pages read ahead
+    n_prefetch_used: int  # of these, pages that were then needed
+    n_evicted: int  # pages that went from RAM to disk
+    n_recalled: int  # pages that came back to stay
     disk_read_bytes: int
     disk_write_bytes: int
     disk_reads: int
     disk_writes: int
-    stall_us: int            # time that attention waited for the disk
+    stall_us: int  # time that attention waited for the disk
     peak_host_bytes: int
-    n_attention: int         # attention operations computed over pages
+    n_attention: int  # attention operations computed over pages
     k_bytes_read: int
     v_bytes_read: int
     pages_read: int
-    pages_skipped: int       # pages that the mask hides as a whole
-    n_fallback: int          # operations on cache tensors that the CPU backend computed
+    pages_skipped: int  # pages that the mask hides as a whole
+    n_fallback: int  # operations on cache tensors that the CPU backend computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +63,5 @@ class LayerFigures:
     n_mass_steps: int
     token_mean_address: int  # [n_pages * page_tokens]; 0: not kept
     token_max_address: int
-    page_mean_address: int   # [n_pages]
+    page_mean_address: int  # [n_pages]
     page_max_address: int

@@ -62,7 +62,9 @@ class _Clock:
 class Generation:
     """Runs one prompt on a model. `stop` is asked between micro-batches, tokens and (during prefill) graph operations."""
 
-    def __init__(self, llm: llama_cpp.Llama, prompt: Sequence[int], sampling: Sampling, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, llm: llama_cpp.Llama, prompt: Sequence[int], sampling: Sampling, stop: Callable[[], bool]
+    ) -> None:
         """Raises ContextLengthError if the prompt does not leave room for one token of answer."""
         self._llm: Final = llm
         self._prompt: Final = list(prompt)
@@ -83,7 +85,7 @@ class Generation:
         """
         self._clock = _Clock()
         self._n_reused = _reuse_prefix(self._llm, self._prompt)
-        todo = self._prompt[self._n_reused:]
+        todo = self._prompt[self._n_reused :]
         n_step = max(1, int(self._llm.context_params.n_ubatch))
         on_progress(0, len(todo))
         try:
@@ -91,7 +93,7 @@ class Generation:
                 for i in range(0, len(todo), n_step):
                     if self._stop():
                         raise CancelledError("stopped during prefill")
-                    self._llm.eval(todo[i:i + n_step])
+                    self._llm.eval(todo[i : i + n_step])
                     on_progress(min(i + n_step, len(todo)), len(todo))
         except CancelledError:
             self._finish = "interrupted"
@@ -141,7 +143,9 @@ class Generation:
         c = self._clock
         prefill_s = (c.prefilled if c.prefilled is not None else time.perf_counter()) - c.start
         n_prefilled = len(self._prompt) - self._n_reused
-        n_steps = self._n_generated - 1 + (self._finish == "stop")  # steps after the first token, the ending one included
+        n_steps = (
+            self._n_generated - 1 + (self._finish == "stop")
+        )  # steps after the first token, the ending one included
         decode_s = (c.last or 0.0) - (c.first or 0.0)
         return Timing(
             n_prompt=len(self._prompt),
@@ -172,14 +176,14 @@ def _reuse_prefix(llm: llama_cpp.Llama, prompt: Sequence[int]) -> int:
     At least one token is left to evaluate, so that there are logits to sample from.
     """
     n = 0
-    for cached, wanted in zip(llm.input_ids[:llm.n_tokens].tolist(), prompt[:-1]):
+    for cached, wanted in zip(llm.input_ids[: llm.n_tokens].tolist(), prompt[:-1]):
         if cached != wanted:
             break
         n += 1
     if n > 0 and llm._ctx.kv_cache_seq_rm(-1, n, -1):
         llm.n_tokens = n
         return n
-    llm.reset()
+    llm.reset()  # type: ignore[no-untyped-call]
     return 0
 
 

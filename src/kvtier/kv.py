@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._native import Domain, OffloadHook
+from .errors import NativeError
 from .figures import Figures, LayerFigures
 from .settings import KVSettings
 
@@ -21,7 +22,12 @@ class _Borrowed:
     __slots__ = ("__array_interface__", "_lease")
 
     def __init__(self, lease: CacheLease, address: int, shape: tuple[int, ...]) -> None:
-        self.__array_interface__: dict[str, Any] = {"version": 3, "data": (address, True), "shape": shape, "typestr": np.dtype(np.float32).str}
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, True),
+            "shape": shape,
+            "typestr": np.dtype(np.float32).str,
+        }
         self._lease = lease
 
     def __del__(self) -> None:
@@ -119,16 +125,21 @@ class KVCache:
         return self._domain.n_layers()
 
     @property
-    def last_error(self) -> str:
-        """What went wrong last in the store; empty if nothing did."""
+    def last_error(self) -> NativeError | None:
+        """What went wrong last in the store; None if nothing did."""
         return self._domain.last_error()
 
     def layer(self, index: int) -> LayerMass:
         """The attention mass of the index-th layer that has a cache."""
         raw = self._domain.layer(index)
         cells = (raw.n_pages, raw.page_tokens)
-        return LayerMass(raw, self._lease.borrow(raw.token_mean_address, cells), self._lease.borrow(raw.token_max_address, cells),
-                         self._lease.borrow(raw.page_mean_address, cells[:1]), self._lease.borrow(raw.page_max_address, cells[:1]))
+        return LayerMass(
+            raw,
+            self._lease.borrow(raw.token_mean_address, cells),
+            self._lease.borrow(raw.token_max_address, cells),
+            self._lease.borrow(raw.page_mean_address, cells[:1]),
+            self._lease.borrow(raw.page_max_address, cells[:1]),
+        )
 
     def layers(self) -> tuple[LayerMass, ...]:
         """The attention mass of all layers, by layer number."""

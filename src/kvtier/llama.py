@@ -11,11 +11,19 @@ import numpy as np
 from typing_extensions import Self
 
 from . import _native, gguf, runtime
-from .errors import CancelledError, ContextLengthError, KvtierError, LlamaError, SettingsError
+from .errors import (
+    CancelledError,
+    ContextLengthError,
+    DirectoryError,
+    KvtierError,
+    LlamaError,
+    SettingsError,
+    from_code,
+)
 from .kv import CacheLease, KVCache
 from .settings import KVSettings
 
-_NO_SLOT, _ABORTED = 1, 2   # what llama_decode answers when the context is full, and when it was stopped
+_NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
 class Llama(llama_cpp.Llama):
@@ -59,8 +67,16 @@ class Llama(llama_cpp.Llama):
         type_v: int | str | None = None,
         **kwargs: Any,
     ) -> None:
-        own = {"host": kv_host, "disk": kv_disk, "dir": kv_dir, "host_type_k": kv_host_type_k, "host_type_v": kv_host_type_v,
-               "disk_type_k": kv_disk_type_k, "disk_type_v": kv_disk_type_v, "page_tokens": page_tokens}
+        own = {
+            "host": kv_host,
+            "disk": kv_disk,
+            "dir": kv_dir,
+            "host_type_k": kv_host_type_k,
+            "host_type_v": kv_host_type_v,
+            "disk_type_k": kv_disk_type_k,
+            "disk_type_v": kv_disk_type_v,
+            "page_tokens": page_tokens,
+        }
         settings = _merge(kv_settings, own).with_cache_types(_type_name("type_k", type_k), _type_name("type_v", type_v))
         _check_arguments(kwargs)
         gguf.read_model(model_path)  # llama.cpp must never see a damaged file
@@ -78,7 +94,15 @@ class Llama(llama_cpp.Llama):
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
 
-    def _load(self, loaded: runtime.Runtime, domain: _native.Domain, model_path: str, type_k: int, type_v: int, kwargs: dict[str, Any]) -> None:
+    def _load(
+        self,
+        loaded: runtime.Runtime,
+        domain: _native.Domain,
+        model_path: str,
+        type_k: int,
+        type_v: int,
+        kwargs: dict[str, Any],
+    ) -> None:
         self._devices = runtime.device_array(loaded.device)
         kwargs = {**kwargs, "n_gpu_layers": -1, "flash_attn": True, "offload_kqv": True}
         runtime.log.clear()
@@ -92,7 +116,7 @@ class Llama(llama_cpp.Llama):
         if self.input_ids.shape[0] < self._n_ctx:  # llama.cpp rounds the context up
             self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
         # Every decode of llama_cpp goes through the context, whichever method of Llama starts it.
-        self._ctx.decode = _Decode(self._ctx, domain)
+        self._ctx.decode = _Decode(self._ctx, domain)  # type: ignore[method-assign]
 
     @property
     def kv(self) -> KVCache:
@@ -115,7 +139,7 @@ class Llama(llama_cpp.Llama):
             lease.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kv_settings": self._kv.settings}
+        return {**super().__getstate__(), "kv_settings": self._kv.settings}  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
@@ -151,9 +175,15 @@ class _Decode:
             raise CancelledError("the computation was stopped")
         n_ctx = int(self._context.n_ctx())
         if code == _NO_SLOT:
-            raise LlamaError(f"no free place in the cache for {batch.batch.n_tokens} tokens: the context holds {n_ctx:,}",
-                             "Take a larger context (n_ctx), or remove sequences that are no longer needed.", runtime.log.problems())
-        raise runtime.llama_error(f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})", self._domain)
+            raise LlamaError(
+                f"no free place in the cache for {batch.batch.n_tokens} tokens: the context holds {n_ctx:,}",
+                "Take a larger context (n_ctx), or remove sequences that are no longer needed.",
+                runtime.log.problems(),
+            )
+        raise runtime.llama_error(
+            f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})",
+            self._domain,
+        )
 
 
 def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:
@@ -161,7 +191,9 @@ def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:
     if settings is None:
         return KVSettings(**given)
     if given:
-        raise SettingsError(f"both kv_settings and {', '.join(given)} are given", "Put everything in kv_settings, or leave it out.")
+        raise SettingsError(
+            f"both kv_settings and {', '.join(given)} are given", "Put everything in kv_settings, or leave it out."
+        )
     return settings
 
 
@@ -172,7 +204,10 @@ def _type_name(argument: str, value: int | str | None) -> str | None:
     names = {number: name for name, number in runtime.GGML_TYPES.items()}
     name = value.lower() if isinstance(value, str) else names.get(int(value))
     if name not in runtime.GGML_TYPES:
-        raise SettingsError(f"{argument} is {value!r}, which is not a type that the cache can have", f"Take one of {', '.join(runtime.GGML_TYPES)}.")
+        raise SettingsError(
+            f"{argument} is {value!r}, which is not a type that the cache can have",
+            f"Take one of {', '.join(runtime.GGML_TYPES)}.",
+        )
     return name
 
 
@@ -184,7 +219,10 @@ def _ggml_type(value: int | str | None) -> int:
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
     if kwargs.get("offload_kqv") is False:
-        raise SettingsError("offload_kqv is False, which would keep the cache away from the tiers", "Leave it out, or use llama_cpp.Llama.")
+        raise SettingsError(
+            "offload_kqv is False, which would keep the cache away from the tiers",
+            "Leave it out, or use llama_cpp.Llama.",
+        )
     n_ctx = kwargs.get("n_ctx", 512)
     if n_ctx < 0:
         raise SettingsError(f"n_ctx is {n_ctx}", "Take a number of tokens, or 0 for what the model was trained for.")
@@ -197,6 +235,6 @@ def _make_dir(settings: KVSettings) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as err:
-            raise _native.from_code(-8, f"the directory of the disk tier cannot be made: {path}: {err.strerror}") from err
-
-
+            raise from_code(
+                DirectoryError.code, f"the directory of the disk tier cannot be made: {path}: {err.strerror}"
+            ) from err

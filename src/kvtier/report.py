@@ -10,7 +10,12 @@ from .figures import Figures, TierFigures
 from .generation import Timing
 from .sizes import format_bytes, format_rate, format_seconds
 
-_PLACE: Mapping[str, str] = {"device": "device memory", "host": "RAM", "disk": "disk", "remote": "remote storage"}
+_PLACE: Mapping[str, str] = {
+    "device": "in device memory",
+    "host": "in RAM",
+    "disk": "on disk",
+    "remote": "on remote storage",
+}
 _FINISH = {"stop": "the model ended", "length": "-n reached", "context": "context full", "interrupted": "interrupted"}
 
 
@@ -29,8 +34,15 @@ class RunReport:
     def as_json(self, text: str) -> dict[str, Any]:
         """Plain values for json.dumps."""
         figures = asdict(self.figures)
-        return {"model": self.model, "text": text, "n_ctx": self.n_ctx, "n_ctx_train": self.n_ctx_train, "load_s": self.load_s,
-                **asdict(self.timing), "kv": {"n_layers": self.n_layers, **figures}}
+        return {
+            "model": self.model,
+            "text": text,
+            "n_ctx": self.n_ctx,
+            "n_ctx_train": self.n_ctx_train,
+            "load_s": self.load_s,
+            **asdict(self.timing),
+            "kv": {"n_layers": self.n_layers, **figures},
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         """Lines of the table for people."""
@@ -50,9 +62,15 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
     """Lines about the tiers, for people."""
     if n_layers == 0:
         return [("kv cache", "no attention layer has written to it: nothing to tier")]
-    rows = [(f"kv in {_PLACE[name]}", _tier(tier)) for name, tier in figures.tiers.items() if name in _PLACE and _is_used(tier)]
+    rows = [
+        (f"kv {_PLACE[name]}", _tier(tier)) for name, tier in figures.tiers.items() if name in _PLACE and _is_used(tier)
+    ]
     if figures.disk_reads or figures.disk_writes:
-        share = f", {100 * figures.n_prefetch_used / figures.n_prefetched:.0f} % of them used" if figures.n_prefetched else ""
+        share = (
+            f", {100 * figures.n_prefetch_used / figures.n_prefetched:.0f} % of them used"
+            if figures.n_prefetched
+            else ""
+        )
         rows += [
             ("disk reads", f"{figures.disk_reads:,} ({format_bytes(figures.disk_read_bytes)})"),
             ("disk writes", f"{figures.disk_writes:,} ({format_bytes(figures.disk_write_bytes)})"),
@@ -64,7 +82,12 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
 
 def rate_line(t: Timing) -> str:
     """One line for people, for a turn of a conversation."""
-    parts = [f"{t.n_prompt:,} tokens in", f"{t.n_generated:,} out", f"first after {format_seconds(t.ttft_s)}", format_rate(t.decode_per_s)]
+    parts = [
+        f"{t.n_prompt:,} tokens in",
+        f"{t.n_generated:,} out",
+        f"first after {format_seconds(t.ttft_s)}",
+        format_rate(t.decode_per_s),
+    ]
     return f"[{', '.join(parts)}, {_FINISH[t.finish]}]"
 
 

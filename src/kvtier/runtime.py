@@ -20,7 +20,7 @@ import llama_cpp.llama_cpp as api
 from llama_cpp._ggml import libggml
 
 from . import _native
-from .errors import LibraryError, LlamaError
+from .errors import KvtierError, LibraryError, LlamaError
 
 DEVICE_NAME: Final = b"KVT0"
 GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}
@@ -73,7 +73,9 @@ class LogTail:
     def problems(self) -> tuple[str, ...]:
         """The last warnings and errors, oldest first; the last lines of any kind if there were none."""
         with self._lock:
-            lines = [line for level, line in self._lines if level in (_LOG_LEVEL_WARN, _LOG_LEVEL_WARN + 1)] or [line for _, line in self._lines]
+            lines = [line for level, line in self._lines if level in (_LOG_LEVEL_WARN, _LOG_LEVEL_WARN + 1)] or [
+                line for _, line in self._lines
+            ]
         return tuple(lines[-SHOWN_LOG_LINES:])
 
     def _receive(self, level: int, text: bytes | None, _user_data: Any) -> None:
@@ -112,8 +114,10 @@ def _load_plugin(path: Path) -> Runtime:
         device = libggml.ggml_backend_dev_by_name(DEVICE_NAME)
     if not device:
         reason = _refusal() or "\n".join(log.problems()) or "ggml gave no reason"
-        raise LibraryError(f"llama-cpp-python {llama_cpp.__version__} did not accept the native library {path}: {reason}",
-                           "Install a llama-cpp-python that this version of kvtier supports (`kvtier doctor` says which).")
+        raise LibraryError(
+            f"llama-cpp-python {llama_cpp.__version__} did not accept the native library {path}: {reason}",
+            "Install a llama-cpp-python that this version of kvtier supports (`kvtier doctor` says which).",
+        )
     _native.load()
     return Runtime(path, int(device))
 
@@ -128,7 +132,7 @@ def _refusal() -> str:
 
 
 _default_model_params: Final = api.llama_model_default_params
-_assigned = threading.local()   # .devices: the array for the model that this thread is loading
+_assigned = threading.local()  # .devices: the array for the model that this thread is loading
 
 
 def _model_default_params() -> Any:
@@ -169,9 +173,9 @@ def bound(domain: _native.Domain) -> Iterator[None]:
         _native.Domain.unbind()
 
 
-def llama_error(what: str, domain: _native.Domain | None) -> Exception:
+def llama_error(what: str, domain: _native.Domain | None) -> KvtierError:
     """The typed error for a failure of llama.cpp: the native library's own if it has one, else what llama.cpp logged."""
-    text = domain.last_error() if domain is not None and domain.is_open else ""
-    if text:
-        return _native.error_from_text(text)
+    error = domain.last_error() if domain is not None and domain.is_open else None
+    if error is not None:
+        return error
     return LlamaError(what, "The last lines of llama.cpp's log say why.", log.problems())

@@ -12,7 +12,7 @@ from .figures import FORMATS
 from .models import cache_dir
 from .sizes import parse_bytes
 
-SUB_PAGE_TOKENS: Final = 32     # pages are made of pieces of this many tokens
+SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
 DEFAULT_FORMAT: Final = "f16"
 
@@ -57,22 +57,33 @@ class KVSettings:
         _check_int("page_tokens", self.page_tokens, SUB_PAGE_TOKENS, MAX_PAGE_TOKENS)
         if self.page_tokens is not None and self.page_tokens % SUB_PAGE_TOKENS:
             near = max(SUB_PAGE_TOKENS, round(self.page_tokens / SUB_PAGE_TOKENS) * SUB_PAGE_TOKENS)
-            raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
+            raise SettingsError(
+                f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}."
+            )
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
         _check_int("protect_last", self.protect_last, 1, 1 << 20)
         if self.mass_decay is not None and not 0.0 <= self.mass_decay < 1.0:
-            raise SettingsError(f"mass_decay is {self.mass_decay}, which is not in [0, 1)", "Take for example 0.99; 0 keeps only the last step.")
+            raise SettingsError(
+                f"mass_decay is {self.mass_decay}, which is not in [0, 1)",
+                "Take for example 0.99; 0 keeps only the last step.",
+            )
 
     def _check_tiers(self) -> None:
         if self.host == 0:
-            raise SettingsError("the host budget is 0 bytes, but attention reads pages from RAM",
-                                "Give it at least a few pages per layer (--kv-host 64MiB), or leave it out for no limit.")
+            raise SettingsError(
+                "the host budget is 0 bytes, but attention reads pages from RAM",
+                "Give it at least a few pages per layer (--kv-host 64MiB), or leave it out for no limit.",
+            )
         if self.dir is not None and self.disk is None:
-            raise SettingsError(f"the directory {self.dir} is given, but no budget for the disk tier",
-                                "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.")
+            raise SettingsError(
+                f"the directory {self.dir} is given, but no budget for the disk tier",
+                "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.",
+            )
         if self.disk == 0:
-            raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
+            raise SettingsError(
+                "the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB."
+            )
 
     def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:
         """The same settings with every format filled in: RAM takes the cache types where it has none of its own, disk takes RAM's."""
@@ -95,10 +106,18 @@ class KVSettings:
         Every line ends with a line break: a text with line breaks is split at those only, so a directory may hold a comma.
         """
         pairs = (
-            ("host", self.host), ("disk", self.disk), ("dir", self.disk_dir()),
-            ("host-k", self.host_type_k), ("host-v", self.host_type_v), ("disk-k", self.disk_type_k), ("disk-v", self.disk_type_v),
-            ("page-tokens", self.page_tokens), ("io-threads", self.io_threads),
-            ("protect-first", self.protect_first), ("protect-last", self.protect_last), ("mass-decay", self.mass_decay),
+            ("host", self.host),
+            ("disk", self.disk),
+            ("dir", self.disk_dir()),
+            ("host-k", self.host_type_k),
+            ("host-v", self.host_type_v),
+            ("disk-k", self.disk_type_k),
+            ("disk-v", self.disk_type_v),
+            ("page-tokens", self.page_tokens),
+            ("io-threads", self.io_threads),
+            ("protect-first", self.protect_first),
+            ("protect-last", self.protect_last),
+            ("mass-decay", self.mass_decay),
         )
         return "".join(f"{key}={value}\n" for key, value in pairs if value is not None)
 
@@ -116,7 +135,9 @@ def _format(name: str, value: str | None) -> str | None:
     if value is None:
         return None
     if value.lower() not in FORMATS:
-        raise SettingsError(f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}.")
+        raise SettingsError(
+            f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}."
+        )
     return value.lower()
 
 
@@ -125,10 +146,15 @@ def _directory(value: str | os.PathLike[str] | None) -> Path | None:
         return None
     text = os.fspath(value)
     if not text.strip():
-        raise SettingsError("the directory of the disk tier is empty text", "Name a directory, or leave it out for the user's cache folder.")
+        raise SettingsError(
+            "the directory of the disk tier is empty text",
+            "Name a directory, or leave it out for the user's cache folder.",
+        )
     if any(c in text for c in "\n\r\0"):
-        raise SettingsError(f"the directory {text!r} has a line break in its name, which settings cannot hold",
-                            "Take another directory, or a symbolic link to this one.")
+        raise SettingsError(
+            f"the directory {text!r} has a line break in its name, which settings cannot hold",
+            "Take another directory, or a symbolic link to this one.",
+        )
     return Path(text).expanduser().absolute()
 
 

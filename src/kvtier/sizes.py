@@ -35,7 +35,9 @@ def parse_bytes(text: str | int) -> int:
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         if re.fullmatch(r"[0-9.]+ ?[kmgt]b", text.strip(), re.IGNORECASE):
-            raise ValueError(f"'{text}' could mean powers of 1000 or of 1024: write {text.strip()[:-1]}iB for powers of 1024")
+            raise ValueError(
+                f"'{text}' could mean powers of 1000 or of 1024: write {text.strip()[:-1]}iB for powers of 1024"
+            )
         raise ValueError(_refusal(text, "a number of bytes", "2GiB, 512M or 4096 (powers of 1024)"))
     n_bytes = int(Fraction(match[1]) * 1024 ** _POWER[(match[2] or "").lower()])
     if n_bytes >= _MAX_BYTES:
@@ -58,13 +60,10 @@ def format_bytes(n_bytes: int) -> str:
     """For example "512 B", "24.0 KiB", "1.50 GiB"."""
     if n_bytes < 1024:
         return f"{n_bytes} B"
-    size = float(n_bytes)
-    unit = "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        size /= 1024
-        if size < 1023.95:
-            break
-    return f"{size:.2f} {unit}" if size < 10 else f"{size:.1f} {unit}"
+    size, power = n_bytes / 1024, 0
+    while size >= 1023.95 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.2f} {'KMGTP'[power]}iB" if size < 10 else f"{size:.1f} {'KMGTP'[power]}iB"
 
 
 def format_tokens(n_tokens: int) -> str:

@@ -22,7 +22,10 @@ class CliError(click.ClickException):
     def __init__(self, problem: KvtierError) -> None:
         super().__init__(str(problem))
         self.problem = problem
-        self.exit_code = problem.exit_code
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.problem.exit_code
 
     def show(self, file: IO[Any] | None = None) -> None:
         ui.error(self.problem)
@@ -48,7 +51,9 @@ class LazyGroup(click.Group):
         except KvtierError as err:
             raise CliError(err) from err
         except MemoryError as err:
-            raise CliError(OutOfMemoryError("out of memory", "Take a smaller context or model, or close other programs.")) from err
+            raise CliError(
+                OutOfMemoryError("out of memory", "Take a smaller context or model, or close other programs.")
+            ) from err
         except (KeyboardInterrupt, click.Abort):
             ctx.exit(EXIT_INTERRUPTED)
 
@@ -66,6 +71,13 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
     """Long contexts for llama.cpp: the KV cache in pages on RAM and disk."""

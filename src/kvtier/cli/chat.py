@@ -26,7 +26,9 @@ def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> i
     with load() as llm:
         template = ChatTemplate(llm)
         if not template.is_own:
-            ui.warn("the model brings no chat template, so ChatML is used: a model that was not trained to chat will ramble")
+            ui.warn(
+                "the model brings no chat template, so ChatML is used: a model that was not trained to chat will ramble"
+            )
         ui.say(_HELP)
         messages: list[Message] = []
         while not stop():

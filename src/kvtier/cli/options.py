@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,8 +14,13 @@ from ..sizes import parse_bytes, parse_tokens
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # not generic before click 8.4
 
-class TokensParam(click.ParamType):
+
+class TokensParam(_ParamType):
     """A number of tokens: 8192, 32k, 1.5k."""
 
     name = "tokens"
@@ -27,7 +32,7 @@ class TokensParam(click.ParamType):
             self.fail(str(err), param, ctx)
 
 
-class BytesParam(click.ParamType):
+class BytesParam(_ParamType):
     """A number of bytes: 2GiB, 512M."""
 
     name = "bytes"
@@ -39,7 +44,7 @@ class BytesParam(click.ParamType):
             self.fail(str(err), param, ctx)
 
 
-class OneOfParam(click.ParamType):
+class OneOfParam(_ParamType):
     """One of a few names, in any case."""
 
     def __init__(self, name: str, names: tuple[str, ...]) -> None:
@@ -65,24 +70,60 @@ def option(*names: str, **attrs: Any) -> Callable[[F], F]:
 
 def kv_options(function: F) -> F:
     """The options that become KVSettings: see `kv_settings`."""
-    for decorate in reversed((
-        option("--kv-host", type=BYTES, metavar="BYTES", help="Budget of the cache in RAM, e.g. 2GiB. [default: no limit]"),
-        option("--kv-disk", type=BYTES, metavar="BYTES", help="Budget of the cache on disk, e.g. 20GiB. [default: no disk tier]"),
-        option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier; must exist. [default: the user's cache folder]"),
-        option("--kv-host-type-k", type=FORMAT, metavar="FMT", help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk]"),
-        option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: -ctv]"),
-        option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
-        option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
-        option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
-        option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),
-        option("--kv-protect-first", type=int, metavar="PAGES", help="Pages at the start that never leave RAM."),
-        option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that never leave RAM."),
-    )):
+    for decorate in reversed(
+        (
+            option(
+                "--kv-host",
+                type=BYTES,
+                metavar="BYTES",
+                help="Budget of the cache in RAM, e.g. 2GiB. [default: no limit]",
+            ),
+            option(
+                "--kv-disk",
+                type=BYTES,
+                metavar="BYTES",
+                help="Budget of the cache on disk, e.g. 20GiB. [default: no disk tier]",
+            ),
+            option(
+                "--kv-dir",
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="Directory of the disk tier; must exist. [default: the user's cache folder]",
+            ),
+            option(
+                "--kv-host-type-k",
+                type=FORMAT,
+                metavar="FMT",
+                help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk]",
+            ),
+            option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: -ctv]"),
+            option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
+            option(
+                "--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"
+            ),
+            option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
+            option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),
+            option("--kv-protect-first", type=int, metavar="PAGES", help="Pages at the start that never leave RAM."),
+            option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that never leave RAM."),
+        )
+    ):
         function = decorate(function)
     return function
 
 
 def kv_settings(options: dict[str, Any]) -> KVSettings:
     """Take the options of `kv_options` out of `options`. Raises SettingsError."""
-    names = ("host", "disk", "dir", "host_type_k", "host_type_v", "disk_type_k", "disk_type_v", "page_tokens", "io_threads", "protect_first", "protect_last")
+    names = (
+        "host",
+        "disk",
+        "dir",
+        "host_type_k",
+        "host_type_v",
+        "disk_type_k",
+        "disk_type_v",
+        "page_tokens",
+        "io_threads",
+        "protect_first",
+        "protect_last",
+    )
     return KVSettings(**{name: options.pop(f"kv_{name}") for name in names})

@@ -47,29 +47,100 @@ class _Job:
 @click.command("run", context_settings={"show_default": True})
 @click.argument("model", required=False)
 @option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option("-c", "--ctx", "--ctx-size", "n_ctx", type=TOKENS, default="0", metavar="TOKENS", help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
+@option(
+    "-c",
+    "--ctx",
+    "--ctx-size",
+    "n_ctx",
+    type=TOKENS,
+    default="0",
+    metavar="TOKENS",
+    help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
+)
 @option("-p", "--prompt", help="The prompt.")
-@option("-f", "--file", type=click.Path(dir_okay=False, path_type=Path, allow_dash=True), help="A file with the prompt, UTF-8; - is standard input.")
-@option("--chat", is_flag=True, help="Put the prompt into the model's chat template. Without a prompt, on a terminal, this is a conversation.")
-@option("-n", "--n-predict", "--predict", "n_predict", type=click.IntRange(min=-1), help="Tokens to generate; -1: until the model ends or the context is full.  [default: 512, in a conversation -1]")
+@option(
+    "-f",
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    help="A file with the prompt, UTF-8; - is standard input.",
+)
+@option(
+    "--chat",
+    is_flag=True,
+    help="Put the prompt into the model's chat template. Without a prompt, on a terminal, this is a conversation.",
+)
+@option(
+    "-n",
+    "--n-predict",
+    "--predict",
+    "n_predict",
+    type=click.IntRange(min=-1),
+    help="Tokens to generate; -1: until the model ends or the context is full.  [default: 512, in a conversation -1]",
+)
 @option("--temp", type=click.FloatRange(min=0), default=0.8, help="Temperature; 0: always the most probable token.")
 @option("--top-k", type=click.IntRange(min=0), default=40, help="Choose among this many tokens; 0: all.")
 @option("--top-p", type=click.FloatRange(0, 1), default=0.95, help="Choose among tokens with this much probability.")
-@option("--min-p", type=click.FloatRange(0, 1), default=0.05, help="Leave out tokens less probable than this share of the best.")
-@option("-s", "--seed", type=click.IntRange(-1, 0xFFFFFFFF), default=-1, help="Seed of the sampler; -1: another one each time.")
+@option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.05,
+    help="Leave out tokens less probable than this share of the best.",
+)
+@option(
+    "-s",
+    "--seed",
+    type=click.IntRange(-1, 0xFFFFFFFF),
+    default=-1,
+    help="Seed of the sampler; -1: another one each time.",
+)
 @option("-t", "--threads", type=click.IntRange(1, 512), default=None, help="Threads.  [default: one per physical core]")
 @option("-b", "--batch-size", type=click.IntRange(1), default=512, help="Most tokens that one call of llama.cpp gets.")
 @option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, help="Tokens computed together during prefill.")
-@option("-ctk", "--cache-type-k", type=FORMAT, default="f16", metavar="FMT", help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.")
+@option(
+    "-ctk",
+    "--cache-type-k",
+    type=FORMAT,
+    default="f16",
+    metavar="FMT",
+    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.",
+)
 @option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")
 @kv_options
-@option("--rope-scaling", type=OneOfParam("method", _ROPE_SCALINGS), metavar="METHOD", help="How positions beyond training are scaled: none, linear or yarn.")
-@option("--rope-scale", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Context is X times what the model was trained for.")
-@option("--rope-freq-base", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Base frequency of the positions.  [default: the model's]")
-@option("--yarn-orig-ctx", type=TOKENS, metavar="TOKENS", help="Context that the model was trained for, with yarn.  [default: the model's]")
+@option(
+    "--rope-scaling",
+    type=OneOfParam("method", _ROPE_SCALINGS),
+    metavar="METHOD",
+    help="How positions beyond training are scaled: none, linear or yarn.",
+)
+@option(
+    "--rope-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Context is X times what the model was trained for.",
+)
+@option(
+    "--rope-freq-base",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Base frequency of the positions.  [default: the model's]",
+)
+@option(
+    "--yarn-orig-ctx",
+    type=TOKENS,
+    metavar="TOKENS",
+    help="Context that the model was trained for, with yarn.  [default: the model's]",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
 @option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log.")
-def command(model: str | None, hf_repo: str | None, prompt: str | None, file: Path | None, chat: bool, as_json: bool, **options: Any) -> None:
+def command(
+    model: str | None,
+    hf_repo: str | None,
+    prompt: str | None,
+    file: Path | None,
+    chat: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Generate text with MODEL: a path, or a name that `kvtier models` lists.
 
     Without -p and -f this is a conversation on the terminal. Every option can also be given as an environment variable:
@@ -98,7 +169,10 @@ def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | 
     if file is not None:
         return _read_text(file)
     if prompt is None and (as_json or not sys.stdin.isatty()):
-        raise UsageError("there is no prompt, and no terminal for a conversation", "Give one with -p TEXT or -f FILE; -f - reads standard input.")
+        raise UsageError(
+            "there is no prompt, and no terminal for a conversation",
+            "Give one with -p TEXT or -f FILE; -f - reads standard input.",
+        )
     return prompt
 
 
@@ -107,21 +181,34 @@ def _read_text(file: Path) -> str:
     try:
         raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as err:
-        raise UsageError(f"the prompt file {name} cannot be read: {err.strerror}", "Check the path given with -f.") from err
+        raise UsageError(
+            f"the prompt file {name} cannot be read: {err.strerror}", "Check the path given with -f."
+        ) from err
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as err:
-        raise UsageError(f"{name} is not UTF-8 text: byte {raw[err.start]:#04x} at offset {err.start:,}", "Convert it, for example with iconv -t utf-8.") from err
+        raise UsageError(
+            f"{name} is not UTF-8 text: byte {raw[err.start]:#04x} at offset {err.start:,}",
+            "Convert it, for example with iconv -t utf-8.",
+        ) from err
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:
     from .. import models
 
     if (model is None) == (hf_repo is None):
-        raise UsageError("no model is given" if model is None else f"both a model ({model}) and a repository (-hf {hf_repo}) are given",
-                         "Name a .gguf file, a model of `kvtier models`, or a repository with -hf.")
+        raise UsageError(
+            "no model is given"
+            if model is None
+            else f"both a model ({model}) and a repository (-hf {hf_repo}) are given",
+            "Name a .gguf file, a model of `kvtier models`, or a repository with -hf.",
+        )
     with ui.download_progress() as progress:
-        return models.fetch_hf(hf_repo, progress=progress) if model is None and hf_repo is not None else models.resolve(model or "", progress=progress)
+        return (
+            models.fetch_hf(hf_repo, progress=progress)
+            if model is None and hf_repo is not None
+            else models.resolve(model or "", progress=progress)
+        )
 
 
 def _job(path: Path, settings: KVSettings, options: dict[str, Any]) -> _Job:
@@ -132,10 +219,23 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any]) -> _Job:
     rope = _rope(options)
     if n_ctx_train and options["n_ctx"] > n_ctx_train and not rope:
         factor = options["n_ctx"] / n_ctx_train
-        ui.warn(f"the context of {options['n_ctx']:,} tokens is {factor:.3g} times what the model was trained for ({n_ctx_train:,}): beyond that its text "
-                f"falls apart. To stretch its positions: --rope-scaling yarn --rope-scale {factor:.3g}")
-    return _Job(path, options["n_ctx"], n_ctx_train, settings, options["cache_type_k"], options["cache_type_v"], options["threads"] or _physical_cores(),
-                options["batch_size"], options["ubatch_size"], rope, options["verbose"])
+        ui.warn(
+            f"the context of {options['n_ctx']:,} tokens is {factor:.3g} times what the model was trained for ({n_ctx_train:,}): beyond that its text "
+            f"falls apart. To stretch its positions: --rope-scaling yarn --rope-scale {factor:.3g}"
+        )
+    return _Job(
+        path,
+        options["n_ctx"],
+        n_ctx_train,
+        settings,
+        options["cache_type_k"],
+        options["cache_type_v"],
+        options["threads"] or _physical_cores(),
+        options["batch_size"],
+        options["ubatch_size"],
+        rope,
+        options["verbose"],
+    )
 
 
 def _rope(options: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +274,19 @@ def _load(job: _Job) -> Llama:
     from ..llama import Llama
 
     runtime.log.muted = not job.verbose
-    return Llama(str(job.path), n_ctx=job.n_ctx, n_batch=job.n_batch, n_ubatch=job.n_ubatch, n_threads=job.n_threads, n_threads_batch=job.n_threads,
-                 type_k=job.type_k, type_v=job.type_v, kv_settings=job.settings, verbose=job.verbose, **job.rope)
+    return Llama(
+        str(job.path),
+        n_ctx=job.n_ctx,
+        n_batch=job.n_batch,
+        n_ubatch=job.n_ubatch,
+        n_threads=job.n_threads,
+        n_threads_batch=job.n_threads,
+        type_k=job.type_k,
+        type_v=job.type_v,
+        kv_settings=job.settings,
+        verbose=job.verbose,
+        **job.rope,
+    )
 
 
 def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool) -> int:
@@ -198,7 +309,9 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
             if answer and not as_json:
                 click.echo()
             raise
-        report = RunReport(str(job.path), llm.n_ctx(), job.n_ctx_train, llm.kv.n_layers, load_s, generation.timing(), llm.kv.figures)
+        report = RunReport(
+            str(job.path), llm.n_ctx(), job.n_ctx_train, llm.kv.n_layers, load_s, generation.timing(), llm.kv.figures
+        )
     if as_json:
         click.echo(json.dumps(report.as_json("".join(answer)), ensure_ascii=False))
     else:
@@ -211,7 +324,11 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
 def _tokens(llm: Llama, text: str, chat: bool) -> list[int]:
     from ..chat import ChatTemplate, Message
 
-    tokens = ChatTemplate(llm).tokens([Message("user", text)]) if chat else llm.tokenize(text.encode(), add_bos=True, special=True)
+    tokens = (
+        ChatTemplate(llm).tokens([Message("user", text)])
+        if chat
+        else llm.tokenize(text.encode(), add_bos=True, special=True)
+    )
     if not tokens:
         raise UsageError("the prompt is empty", "Give some text with -p or -f.")
     return tokens

@@ -8,7 +8,17 @@ from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -27,11 +37,19 @@ def console(stderr: bool = True) -> Console:
 
 
 def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), title: str = "", stderr: bool = True) -> None:
-    """Print a table. The first column is left-aligned, the others right-aligned."""
-    out = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD if header else None, show_header=bool(header), pad_edge=False)
+    """Print a table. With a header the columns after the first are right-aligned, without one all are left-aligned."""
+    out = Table(
+        title=title or None,
+        title_justify="left",
+        box=SIMPLE_HEAD if header else None,
+        show_header=bool(header),
+        pad_edge=False,
+    )
     rows = [tuple(row) for row in rows]
     for i in range(max([len(header), *(len(row) for row in rows)])):
-        out.add_column(header[i] if i < len(header) else "", justify="left" if i == 0 else "right", no_wrap=True)
+        out.add_column(
+            header[i] if i < len(header) else "", justify="right" if header and i > 0 else "left", no_wrap=True
+        )
     for row in rows:
         out.add_row(*(Text(cell) for cell in row))
     console(stderr).print(out)
@@ -74,8 +92,14 @@ def prefill_progress() -> Iterator[Callable[[int, int], None]]:
     if not out.is_terminal:
         yield lambda _done, _total: None
         return
-    columns = (SpinnerColumn(), TextColumn("reading the prompt"), BarColumn(bar_width=30), TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-               _Rate(), TimeRemainingColumn(compact=True))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("reading the prompt"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
+        _Rate(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=out, transient=True) as progress:
         task = progress.add_task("prefill", total=1)
         yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))
@@ -95,7 +119,15 @@ def download_progress() -> Iterator[Callable[[FetchProgress], None]]:
 
         yield plain
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=out, transient=True) as progress:
         task = progress.add_task("", total=None)
-        yield lambda at: progress.update(task, description=f"{_STAGES[at.stage]} {at.name}", completed=at.n_bytes_done, total=at.n_bytes_total)
+        yield lambda at: progress.update(
+            task, description=f"{_STAGES[at.stage]} {at.name}", completed=at.n_bytes_done, total=at.n_bytes_total
+        )

@@ -1,7 +1,8 @@
 """The native library: the only module that touches it.
 
-Its interface is read from `kvtier.h` at run time (cffi's ABI mode), so the header and this module cannot drift. The library
-is at the same time a ggml backend: `runtime` loads it into llama.cpp, here the same image is opened for its own functions.
+Its interface is read from `kvtier.h` at run time (cffi's ABI mode), so the header and this module cannot drift. The
+library is at the same time a ggml backend: `runtime` loads it into llama.cpp, here the same image is opened for its own
+functions.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class Domain:
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
-        """Tier (index into TIERS), format of K (index into FORMATS) and clock of the last use of every page of a layer, each [n_pages]."""
+        """Of every page of a layer: tier (index into TIERS), format of K (into FORMATS), clock of its last use; [n_pages]."""
         n = self.layer(index).n_pages
         tier, fmt_k, last_use = np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(n, np.uint64)
         _check(
@@ -232,7 +233,7 @@ class Domain:
         return from_code(code, _text(buf) or error_message(code))
 
     def set_offload(self, on_leave: OffloadHook | None, on_return: OffloadHook | None) -> None:
-        """Call `on_leave` before a page leaves RAM and `on_return` after one came back, from any thread. None: no call."""
+        """Call `on_leave` before a page leaves RAM, `on_return` after one came back, from any thread. None: no call."""
         leave, back = _hook(on_leave), _hook(on_return)
         _check(_lib.kvt_domain_set_offload(self._open(), leave, back, _ffi.NULL))
         self._hooks = (leave, back)  # the old ones may be dropped only now

@@ -37,7 +37,7 @@ class ChatTemplate:
             )
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the conversation, up to where the model's answer starts. Raises KvtierError if the template refuses."""
+        """Tokens of the conversation, up to where the answer starts. Raises KvtierError if the template refuses."""
         try:
             formatted = self._format(messages=[{"role": m.role, "content": m.content} for m in messages])
         except (jinja2.TemplateError, ValueError, TypeError) as err:

@@ -20,7 +20,10 @@ RANDOM_SEED: Final = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. `temp` 0 takes the most probable one; `n_predict` -1 goes on until the model ends or the context is full."""
+    """How the next token is chosen.
+
+    `temp` 0 takes the most probable one; `n_predict` -1 goes on until the model ends or the context is full.
+    """
 
     n_predict: int = -1
     temp: float = 0.8
@@ -60,7 +63,7 @@ class _Clock:
 
 
 class Generation:
-    """Runs one prompt on a model. `stop` is asked between micro-batches, tokens and (during prefill) graph operations."""
+    """Runs one prompt on a model. `stop` is asked between micro-batches and tokens, in prefill between operations too."""
 
     def __init__(
         self, llm: llama_cpp.Llama, prompt: Sequence[int], sampling: Sampling, stop: Callable[[], bool]
@@ -190,7 +193,7 @@ def _reuse_prefix(llm: llama_cpp.Llama, prompt: Sequence[int]) -> int:
 class _Stoppable:
     """Lets `stop` end a running llama_decode.
 
-    Only for prefill: the question is asked before every graph operation, which would cost a decode step several percent.
+    Only for prefill: the question is asked before every graph operation, too often for a decode step.
     """
 
     def __init__(self, llm: llama_cpp.Llama, stop: Callable[[], bool]) -> None:

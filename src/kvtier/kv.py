@@ -76,8 +76,8 @@ class CacheLease:
 class LayerMass:
     """Attention mass of one layer: the share of softmax probability that a token or page received, per query head.
 
-    The arrays are read-only views of memory that the next decode step updates; copy them to keep a moment. While one of them
-    lives, closing the model waits for it.
+    The arrays are read-only views of memory that the next decode step updates; copy them to keep a moment. While one of
+    them lives, closing the model waits for it.
 
     Attributes:
         token_mean, token_max: float32 [n_pages, page_tokens], decayed mean and maximum per cell.
@@ -121,7 +121,7 @@ class KVCache:
 
     @property
     def n_layers(self) -> int:
-        """Layers with a paged cache; known once something was decoded. 0 after that: the model has no attention layer."""
+        """Layers with a paged cache, once something was decoded. 0 after that: the model has no attention layer."""
         return self._domain.n_layers()
 
     @property
@@ -152,8 +152,8 @@ class KVCache:
     def on_offload(self, on_leave: OffloadHook | None = None, on_return: OffloadHook | None = None) -> None:
         """Be told when a page is about to leave RAM and when one came back; None ends it.
 
-        The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V. They
-        run on the library's threads and must not decode. An exception in one is printed and otherwise ignored.
+        The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V.
+        They run on the library's threads and must not decode. An exception in one is printed and otherwise ignored.
         """
         self._domain.set_offload(on_leave, on_return)
 

@@ -29,16 +29,16 @@ _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full,
 class Llama(llama_cpp.Llama):
     """A llama_cpp.Llama that keeps its KV cache in pages on RAM and disk.
 
-    Takes the arguments of llama_cpp.Llama, and those below. Flash attention is always on, and the layers' caches always go to
-    our device; weights stay where llama.cpp can compute with them.
+    Takes the arguments of llama_cpp.Llama, and those below. Flash attention is always on, and the layers' caches always
+    go to our device; weights stay where llama.cpp can compute with them.
 
     Args:
         model_path: the GGUF file.
         kv_host: budget of the cache in RAM, bytes or text such as "2GiB"; None: no limit.
         kv_disk: budget of the cache on disk; None: no disk tier.
         kv_dir: directory of the disk tier; None: the user's cache folder.
-        kv_host_type_k, kv_host_type_v, kv_disk_type_k, kv_disk_type_v: storage formats (f32 f16 bf16 q8_0 q4_0 q4_1); RAM
-            takes type_k and type_v by default, disk takes RAM's.
+        kv_host_type_k, kv_host_type_v, kv_disk_type_k, kv_disk_type_v: storage formats (f32 f16 bf16 q8_0 q4_0 q4_1);
+            RAM takes type_k and type_v by default, disk takes RAM's.
         page_tokens: tokens per page, a multiple of 32.
         kv_settings: all of the above in one object, instead of them.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
@@ -133,7 +133,7 @@ class Llama(llama_cpp.Llama):
         super().eval(tokens)
 
     def close(self) -> None:
-        """Free the model, its cache and the files of its disk tier; waits for arrays that still point into the cache."""
+        """Free the model, its cache and its disk tier's files; waits for arrays that still point into the cache."""
         lease: CacheLease | None = self.__dict__.get("_lease")
         if lease is not None:
             lease.close()

@@ -1,7 +1,7 @@
 """Brings the native library into llama.cpp: loads the plug-in, hands its device to a model load, keeps llama.cpp's log.
 
-Order matters. `llama_cpp` comes first: it brings ggml into the process. Then ggml loads our library as a backend, and only
-then its own functions are opened (the same image).
+Order matters. `llama_cpp` comes first: it brings ggml into the process. Then ggml loads our library as a backend, and
+only then its own functions are opened (the same image).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def loading_onto(devices: ctypes.Array[ctypes.c_void_p]) -> Iterator[None]:
     """Models that this thread loads in the block get `devices`, a NULL-ended array that must outlive the model.
 
     `llama_cpp.Llama` has no argument for it, but takes its model parameters from `llama_model_default_params`: that one
-    function is replaced by one that answers differently in a thread that is inside such a block, and the same elsewhere.
+    function is replaced by one that answers differently in a thread inside such a block, and the same elsewhere.
     """
     api.llama_model_default_params = _model_default_params
     _assigned.devices = devices
@@ -174,7 +174,7 @@ def bound(domain: _native.Domain) -> Iterator[None]:
 
 
 def llama_error(what: str, domain: _native.Domain | None) -> KvtierError:
-    """The typed error for a failure of llama.cpp: the native library's own if it has one, else what llama.cpp logged."""
+    """The typed error for a failure of llama.cpp: the native library's own if there is one, else what was logged."""
     error = domain.last_error() if domain is not None and domain.is_open else None
     if error is not None:
         return error

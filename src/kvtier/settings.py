@@ -25,8 +25,8 @@ class KVSettings:
         host: budget of the host tier in bytes; None: no limit. Text such as "2GiB" is understood.
         disk: budget of the disk tier in bytes; None: no disk tier.
         dir: directory of the disk tier; None: the user's cache folder. Needs `disk`.
-        host_type_k, host_type_v: storage formats of keys and values in RAM; None: the cache types (type_k, type_v), f16 if
-            those are not given either.
+        host_type_k, host_type_v: storage formats of keys and values in RAM; None: the cache types (type_k, type_v), and
+            f16 if those are not given either.
         disk_type_k, disk_type_v: formats on disk; None: as in RAM, so that a page comes back as it left.
         page_tokens: tokens of one page, a multiple of 32; None: the library's own.
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
@@ -86,7 +86,7 @@ class KVSettings:
             )
 
     def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:
-        """The same settings with every format filled in: RAM takes the cache types where it has none of its own, disk takes RAM's."""
+        """The same settings with every format filled in: RAM takes the cache types by default, disk takes RAM's."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for part, nominal in (("k", type_k), ("v", type_v)):
             host = values[f"host_type_{part}"] or _format(f"type_{part}", nominal) or DEFAULT_FORMAT
@@ -103,7 +103,7 @@ class KVSettings:
     def to_native(self) -> str:
         """The settings as the native library reads them: key=value lines (see kvtier.h).
 
-        Every line ends with a line break: a text with line breaks is split at those only, so a directory may hold a comma.
+        Every line ends with a line break: such a text is split at its lines only, so a directory may hold a comma.
         """
         pairs = (
             ("host", self.host),

@@ -14,7 +14,7 @@ _MAX_BYTES: Final = 1 << 63
 
 
 def parse_tokens(text: str | int) -> int:
-    """Tokens from "8192", "32k", "32K" or "1.5k" (= 1,536). Raises ValueError that says what is wrong and what is allowed."""
+    """Tokens from "8192", "32k", "32K" or "1.5k" (= 1,536). Raises ValueError that says what is allowed."""
     if isinstance(text, int):
         text = str(text)
     match = _TOKENS.fullmatch(text.strip())
@@ -29,7 +29,7 @@ def parse_tokens(text: str | int) -> int:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from "2GiB", "2G", "512M", "1.5 GiB" or "4096". Raises ValueError that says what is wrong and what is allowed."""
+    """Bytes from "2GiB", "2G", "512M", "1.5 GiB" or "4096". Raises ValueError that says what is allowed."""
     if isinstance(text, int):
         text = str(text)
     match = _BYTES.fullmatch(text.strip())

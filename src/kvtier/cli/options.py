@@ -1,4 +1,4 @@
-"""Option types and groups of options that several commands share. Every option is also an environment variable KVTIER_NAME."""
+"""Option types and groups of options that several commands share. Every option is also a variable KVTIER_NAME."""
 
 from __future__ import annotations
 

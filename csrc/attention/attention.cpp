@@ -104,7 +104,9 @@ void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, 
     for (int i = 0; i < n_parts && !empty; i++) {
         if (parts[i].m[0] == -INFINITY) continue;
         const float f = exp2f(parts[i].m[0] - m);
-        l += f*parts[i].l[0];
+        float sum = 0.0f;
+        for (int k = 0; k < KVT_SUM_LANES; k++) sum += parts[i].l[k];
+        l += f*sum;
         j->k->add_scaled(tmp, parts[i].o, j->d_v_pad, f);
     }
     if (!empty && op->sinks) l += exp2f(op->sinks[head]*KVT_LOG2E - m);
@@ -129,7 +131,7 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
     j->subs_per_page = op->geo.page_tokens/KVT_SUB;
     j->n_sub         = (size_t) (op->n_kv + KVT_SUB - 1)/KVT_SUB;
     j->n_mass_queries = 0;
-    j->error = 0; j->next = 0; j->next_missing = 0;
+    j->error = 0; j->next = 0;
     err = find_visibility(j);
     if (!err) err = pin_pages(j);
     if (err) return err;

@@ -1,14 +1,25 @@
-// Decode: few rows per KV head. Every page is read once, in order, by one thread, which keeps a running softmax of all
-// rows of all heads; the threads' results are combined at the end.
+// Decode: few rows per KV head. The visible pages are cut into segments. A segment's pages are read once, in order, by one
+// thread, which keeps a running softmax of all rows of all heads; the segments' results are combined at the end, in order.
+//
+// What is added to what, and in which order, depends on the list of visible pages alone: not on the number of threads, nor
+// on which thread took which segment, nor on the tier a page was on. So the result is the same to the last bit wherever
+// the pages live, and a generation does not change with the budgets.
 
 #include "attention-impl.h"
+
+enum { MAX_SEGMENTS = 32, MIN_SEGMENT_PAGES = 4 };
+
+#ifndef PREFETCH_BYTES
+#define PREFETCH_BYTES 8192   // how far ahead of the reading the prefetches run, rounded up to whole subs
+#endif
 
 struct decode {
     struct kvt_job * j;
     struct kvt_q_rows * q;       // [n_head_kv]
-    float * state;               // per thread: m, l [n_head_q*n_queries], o [..][d_v_pad], scores [KVT_DECODE_ROWS][32]
+    float * state;               // per segment: m, l, o of all rows, scores [KVT_DECODE_ROWS][32]
     size_t  state_floats;
-    size_t  pages_per_take;
+    size_t  n_segments, segment_pages;
+    uint8_t order[MAX_SEGMENTS]; // in which segments are taken: those that need no I/O first
     std::atomic<uint64_t> k_bytes, v_bytes;
 };
 
@@ -19,7 +30,34 @@ struct decode_thread {
 
 static size_t align_floats(size_t n) { return kvt_round_up(n, 16); }
 
-// Scales q, and makes the 16-bit form where blocks of 32 allow it.
+// One row's 16-bit form. A row that holds something not finite gives not-finite scores through its step.
+static void quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum) {
+    for (int b = 0; b < n_blocks; b++, row += 32, pair += 16) {
+        int32_t bits[32], most_bits = 0;   // the order of magnitudes is the order of their bits
+        memcpy(bits, row, sizeof(bits));
+        for (int i = 0; i < 32; i++) {
+            const int32_t x = bits[i] & 0x7fffffff;
+            most_bits = x > most_bits ? x : most_bits;
+        }
+        float most;
+        memcpy(&most, &most_bits, sizeof(most));
+        step[b] = most/32767.0f;
+        const float inv = step[b] > FLT_MIN && most <= FLT_MAX ? 32767.0f/most : 0.0f;
+        int32_t x[32], total = 0;
+        for (int i = 0; i < 32; i++) {
+            const float v = inv != 0.0f ? row[i]*inv : 0.0f;
+            x[i] = (int32_t) (v + (v < 0.0f ? -0.5f : 0.5f));
+            total += x[i];
+        }
+        for (int g = 0; g < 8; g++) {
+            pair[2*g]     = (int32_t) ((uint32_t) x[4*g + 2] << 16 | (uint16_t) x[4*g]);
+            pair[2*g + 1] = (int32_t) ((uint32_t) x[4*g + 3] << 16 | (uint16_t) x[4*g + 1]);
+        }
+        sum[b] = total;
+    }
+}
+
+// Scales q; with quantized pages about, makes the 16-bit form too.
 static int prepare_q(struct decode * d) {
     struct kvt_job * j = d->j;
     const struct kvt_attention_op * op = j->op;
@@ -29,6 +67,8 @@ static int prepare_q(struct decode * d) {
     const size_t q_bytes = kvt_round_up(n_heads*sizeof(struct kvt_q_rows), 64);
     char * p = (char *) kvt_buf_need(&j->a->q, q_bytes + n_heads*n_rows*per_row*sizeof(float));
     if (!p) return KVT_ERR_NOMEM;
+    bool quantized = j->n_missing > 0;
+    for (size_t i = 0; i < j->n_pages && !quantized; i++) quantized = j->refs[i].data && j->refs[i].layout->fmt_k >= KVT_FORMAT_Q8_0;
     d->q = (struct kvt_q_rows *) p;
     float * f = (float *) (p + q_bytes);
     const float scale = kvt_job_q_scale(op);
@@ -41,23 +81,7 @@ static int prepare_q(struct decode * d) {
             const float * src = kvt_job_q(op, (int64_t) (r/j->n_group), (int) (h*j->n_group + r%j->n_group));
             float * row = f + r*d_k;
             for (int c = 0; c < d_k; c++) row[c] = src[c]*scale;
-            if (d_k % 32) continue;
-            for (int b = 0; b < n_blocks; b++) {
-                float most = 0.0f;
-                for (int i = 0; i < 32; i++) most = fmaxf(most, fabsf(row[b*32 + i]));
-                const float inv = most > 0.0f ? 32767.0f/most : 0.0f;
-                int32_t x[32], total = 0;
-                for (int i = 0; i < 32; i++) {
-                    x[i] = (int32_t) (row[b*32 + i]*inv + (row[b*32 + i] < 0.0f ? -0.5f : 0.5f));
-                    total += x[i];
-                }
-                for (int g = 0; g < 8; g++) {
-                    pair[r*(d_k/2) + b*16 + 2*g]     = (int32_t) ((uint32_t) x[4*g + 2] << 16 | (uint16_t) x[4*g]);
-                    pair[r*(d_k/2) + b*16 + 2*g + 1] = (int32_t) ((uint32_t) x[4*g + 3] << 16 | (uint16_t) x[4*g + 1]);
-                }
-                step[r*n_blocks + b] = most/32767.0f;
-                sum [r*n_blocks + b] = total;
-            }
+            if (quantized && d_k % 32 == 0) quantize_row(row, n_blocks, pair + r*(d_k/2), step + r*n_blocks, sum + r*n_blocks);
         }
     }
     return 0;
@@ -76,7 +100,7 @@ static void weigh(const struct decode * d, const struct decode_thread * t, float
             j->k->mask_add(s + r*ld, mask ? mask + sub*KVT_SUB : NULL, kvt_job_slope(op, head), kvt_job_n_valid(op, sub));
         }
     }
-    const struct kvt_row_state st = { t->m + (size_t) h*n_rows, t->l + (size_t) h*n_rows, t->o + (size_t) h*n_rows*j->d_v_pad, j->d_v_pad };
+    const struct kvt_row_state st = { t->m + (size_t) h*n_rows, t->l + (size_t) h*n_rows*KVT_SUM_LANES, t->o + (size_t) h*n_rows*j->d_v_pad, j->d_v_pad };
     j->k->softmax(s, ld, n_rows, KVT_SUB, &st);
     if (op->mass) {
         for (int r = 0; r < n_rows; r++) j->probs_m[((size_t) h*n_rows + r)*j->n_sub + sub] = st.m[r];
@@ -90,6 +114,7 @@ static void do_page(const struct decode * d, struct decode_thread * t, const str
     const struct kvt_page_layout * lay = ref->layout;
     const uint8_t * cls = kvt_vis_row(j->vis, 0);
     const int n_rows = (int) j->n_rows, n_subs = j->subs_per_page;
+    const size_t unit = lay ? lay->k_sub_bytes + lay->v_sub_bytes : 1, distance = (PREFETCH_BYTES + unit - 1)/unit*unit;
     const size_t sub0 = (size_t) (ref->page - op->page_first)*n_subs;
     for (int h = 0; h < op->geo.n_head_kv; h++) {
         for (int i = 0; i < n_subs && sub0 + i < j->n_sub; i++) {
@@ -103,65 +128,80 @@ static void do_page(const struct decode * d, struct decode_thread * t, const str
                 continue;
             }
             const uint8_t * k = ref->data + kvt_k_sub_off(lay, h, i), * v = k + lay->k_sub_bytes;
-            const uint8_t * k_next = v + lay->v_sub_bytes;
-            size_t v_next_off = lay->k_sub_bytes;
-            if (h == op->geo.n_head_kv - 1 && i == n_subs - 1 && next && next->data) {
-                k_next = next->data;
-                v_next_off = next->layout->k_sub_bytes;
-            }
+            // what is read some units from now: the page's bytes lie in the order of reading, and the next page's follow
+            const size_t ahead = (size_t) (k - ref->data) + distance;
+            const uint8_t * k_next = ahead < lay->page_bytes ? ref->data + ahead : next && next->data ? next->data + (ahead - lay->page_bytes) : k;
             j->k->scores[lay->fmt_k](&d->q[h], 0, n_rows, k, s, ld, (const char *) k_next);
             weigh(d, t, s, ld, h, sub, cls[sub]);
-            j->k->accumulate[lay->fmt_v](s, ld, n_rows, j->d_v_pad, v, t->o + (size_t) h*n_rows*j->d_v_pad, (const char *) k_next + v_next_off);
+            j->k->accumulate[lay->fmt_v](s, ld, n_rows, j->d_v_pad, v, t->o + (size_t) h*n_rows*j->d_v_pad, (const char *) k_next + lay->k_sub_bytes);
             t->k_bytes += lay->k_sub_bytes;
             t->v_bytes += lay->v_sub_bytes;
         }
     }
 }
 
-static void do_resident(const struct decode * d, struct decode_thread * t) {
-    struct kvt_job * j = d->j;
-    while (j->error.load(std::memory_order_relaxed) == 0) {
-        const size_t first = j->next.fetch_add(d->pages_per_take, std::memory_order_relaxed);
-        if (first >= j->n_pages) return;
-        const size_t end = first + d->pages_per_take < j->n_pages ? first + d->pages_per_take : j->n_pages;
-        for (size_t i = first; i < end; i++) {
-            if (!j->is_missing[i]) do_page(d, t, &j->refs[i], i + 1 < end ? &j->refs[i + 1] : NULL);
-        }
-    }
-}
-
-// a thread holds at most one page that had to be read
-static void do_missing(const struct decode * d, struct decode_thread * t) {
+// Reads a page that was not resident: a thread holds at most one of these. The missing pages after it are hinted.
+static int do_missing_page(const struct decode * d, struct decode_thread * t, size_t i) {
     struct kvt_job * j = d->j;
     const struct kvt_page_source * src = j->op->source;
-    while (j->error.load(std::memory_order_relaxed) == 0) {
-        const size_t i = j->next_missing.fetch_add(1, std::memory_order_relaxed);
-        if (i >= j->n_missing) return;
-        struct kvt_page_ref ref;
-        const int err = src->acquire(src->ctx, j->pages[j->missing[i]], &ref);
-        if (err) {
-            kvt_job_fail(j, err);
-            return;
+    struct kvt_page_ref ref;
+    const int err = src->acquire(src->ctx, j->pages[i], &ref);
+    if (err) return err;
+    ref.page = j->pages[i];
+    if (src->prefetch) {
+        uint32_t list[16];
+        size_t n = 0;
+        for (size_t next = i + 1; next < j->n_pages && n < 16; next++) {
+            if (j->is_missing[next]) list[n++] = j->pages[next];
         }
-        ref.page = j->pages[j->missing[i]];
-        if (src->prefetch && i + 1 < j->n_missing) {
-            uint32_t list[16];
-            size_t n = 0;
-            for (; n < 16 && i + 1 + n < j->n_missing; n++) list[n] = j->pages[j->missing[i + 1 + n]];
-            src->prefetch(src->ctx, list, n);
+        if (n) src->prefetch(src->ctx, list, n);
+    }
+    do_page(d, t, &ref, NULL);
+    if (ref.data) src->release_many(src->ctx, &ref, 1);
+    return 0;
+}
+
+static size_t segment_end(const struct decode * d, size_t segment) {
+    const size_t end = (segment + 1)*d->segment_pages;
+    return end < d->j->n_pages ? end : d->j->n_pages;
+}
+
+static int do_segment(const struct decode * d, struct decode_thread * t, size_t segment) {
+    const struct kvt_job * j = d->j;
+    const size_t end = segment_end(d, segment);
+    for (size_t i = segment*d->segment_pages; i < end; i++) {
+        if (j->is_missing[i]) {
+            const int err = do_missing_page(d, t, i);
+            if (err) return err;
+        } else {
+            do_page(d, t, &j->refs[i], i + 1 < end ? &j->refs[i + 1] : NULL);
         }
-        do_page(d, t, &ref, NULL);
-        if (ref.data) src->release_many(src->ctx, &ref, 1);
+    }
+    return 0;
+}
+
+static void cut_segments(struct decode * d) {
+    const struct kvt_job * j = d->j;
+    d->segment_pages = (j->n_pages + MAX_SEGMENTS - 1)/MAX_SEGMENTS;
+    if (d->segment_pages < MIN_SEGMENT_PAGES) d->segment_pages = MIN_SEGMENT_PAGES;
+    d->n_segments = (j->n_pages + d->segment_pages - 1)/d->segment_pages;
+    size_t n = 0;
+    for (int with_missing = 0; with_missing < 2; with_missing++) {
+        for (size_t s = 0; s < d->n_segments; s++) {
+            int missing = 0;
+            for (size_t i = s*d->segment_pages; i < segment_end(d, s); i++) missing |= j->is_missing[i];
+            if (missing == with_missing) d->order[n++] = (uint8_t) s;
+        }
     }
 }
 
-static struct decode_thread thread_state(const struct decode * d, int ith) {
+static struct decode_thread segment_state(const struct decode * d, size_t segment) {
     const struct kvt_job * j = d->j;
     const size_t n = (size_t) j->n_rows*j->op->geo.n_head_kv;
     struct decode_thread t;
-    t.m = d->state + (size_t) ith*d->state_floats;
+    t.m = d->state + segment*d->state_floats;
     t.l = t.m + align_floats(n);
-    t.o = t.l + align_floats(n);
+    t.o = t.l + n*KVT_SUM_LANES;
     t.s = t.o + n*j->d_v_pad;
     t.k_bytes = t.v_bytes = 0;
     return t;
@@ -170,33 +210,39 @@ static struct decode_thread thread_state(const struct decode * d, int ith) {
 static void init_state(const struct decode * d, struct decode_thread * t) {
     const size_t n = (size_t) d->j->n_rows*d->j->op->geo.n_head_kv;
     for (size_t i = 0; i < n; i++) t->m[i] = -INFINITY;
-    memset(t->l, 0, n*sizeof(float));
+    memset(t->l, 0, n*KVT_SUM_LANES*sizeof(float));
     memset(t->o, 0, n*d->j->d_v_pad*sizeof(float));
 }
 
 static void decode_thread_main(void * arg, int ith, int nth) {
-    (void) nth;
+    (void) ith; (void) nth;
     struct decode * d = (struct decode *) arg;
-    struct decode_thread t = thread_state(d, ith);
-    do_resident(d, &t);
-    do_missing(d, &t);
-    d->k_bytes.fetch_add(t.k_bytes, std::memory_order_relaxed);
-    d->v_bytes.fetch_add(t.v_bytes, std::memory_order_relaxed);
+    struct kvt_job * j = d->j;
+    while (j->error.load(std::memory_order_relaxed) == 0) {
+        const size_t i = j->next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= d->n_segments) return;
+        struct decode_thread t = segment_state(d, d->order[i]);
+        init_state(d, &t);
+        const int err = do_segment(d, &t, d->order[i]);
+        if (err) kvt_job_fail(j, err);
+        d->k_bytes.fetch_add(t.k_bytes, std::memory_order_relaxed);
+        d->v_bytes.fetch_add(t.v_bytes, std::memory_order_relaxed);
+    }
 }
 
-static void finish(struct decode * d, int n_threads) {
+static void finish(struct decode * d) {
     struct kvt_job * j = d->j;
-    float * tmp = thread_state(d, n_threads).o;   // one more state than threads
+    float * tmp = segment_state(d, d->n_segments).o;   // one more state than segments
     for (int h = 0; h < j->op->geo.n_head_kv; h++) {
         for (int64_t r = 0; r < j->n_rows; r++) {
             const size_t row = (size_t) h*j->n_rows + r;
-            struct kvt_partial parts[256];
-            for (int i = 0; i < n_threads; i++) {
-                const struct decode_thread t = thread_state(d, i);
-                parts[i] = { t.m + row, t.l + row, t.o + row*j->d_v_pad };
+            struct kvt_partial parts[MAX_SEGMENTS];
+            for (size_t i = 0; i < d->n_segments; i++) {
+                const struct decode_thread t = segment_state(d, i);
+                parts[i] = { t.m + row, t.l + row*KVT_SUM_LANES, t.o + row*j->d_v_pad };
             }
             const bool mass = j->op->mass != NULL;
-            kvt_row_finish(j, parts, n_threads, (int) (h*j->n_group + r%j->n_group), r/j->n_group, tmp,
+            kvt_row_finish(j, parts, (int) d->n_segments, (int) (h*j->n_group + r%j->n_group), r/j->n_group, tmp,
                            mass ? &j->final_m[row] : NULL, mass ? &j->final_f[row] : NULL);
         }
     }
@@ -213,22 +259,19 @@ int kvt_decode_run(struct kvt_job * j) {
     // a thread is worth waking for some tens of microseconds
     const size_t units = j->n_pages*j->subs_per_page*j->op->geo.n_head_kv;
     const size_t useful = j->n_missing ? j->n_pages : units/32 + 1;
-    int n_threads = j->n_threads < 256 ? j->n_threads : 256;
-    if ((size_t) n_threads > useful) n_threads = (int) useful;
-    d.pages_per_take = j->n_pages/((size_t) n_threads*8) + 1;
+    cut_segments(&d);
+    size_t n_threads = (size_t) j->n_threads;
+    if (n_threads > useful)       n_threads = useful;
+    if (n_threads > d.n_segments) n_threads = d.n_segments;
 
     const size_t n = (size_t) j->n_rows*j->op->geo.n_head_kv;
-    d.state_floats = align_floats(2*align_floats(n) + n*j->d_v_pad + KVT_DECODE_ROWS*KVT_SUB);
-    d.state = (float *) kvt_buf_need(&j->a->state, (size_t) (n_threads + 1)*d.state_floats*sizeof(float));
+    d.state_floats = align_floats(align_floats(n) + n*((size_t) j->d_v_pad + KVT_SUM_LANES) + KVT_DECODE_ROWS*KVT_SUB);
+    d.state = (float *) kvt_buf_need(&j->a->state, (d.n_segments + 1)*d.state_floats*sizeof(float));
     if (!d.state) return KVT_ERR_NOMEM;
-    for (int i = 0; i < n_threads; i++) {   // a team may come out smaller than asked for
-        struct decode_thread t = thread_state(&d, i);
-        init_state(&d, &t);
-    }
-    kvt_team_run(n_threads, decode_thread_main, &d);
+    kvt_team_run((int) n_threads, decode_thread_main, &d);
     err = j->error.load();
     if (err) return err;
-    finish(&d, n_threads);
+    finish(&d);
     j->a->stats.k_bytes += d.k_bytes;
     j->a->stats.v_bytes += d.v_bytes;
     return 0;

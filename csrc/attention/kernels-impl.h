@@ -499,31 +499,49 @@ static float exp2_scalar(float x) {
     return out[0];
 }
 
-// The reference exponent moves only when a score exceeds it by more than 2^8: the weights stay far from overflow,
-// and the output is rarely rescaled.
-static void softmax(float * s, size_t ld, int n_rows, int n_tokens, const struct kvt_row_state * st) {
-    for (int r = 0; r < n_rows; r++, s += ld) {
-        vf mx = vf_load(s);
-        for (int t = VW; t < n_tokens; t += VW) mx = vf_max(mx, vf_load(s + t));
-        const float most = vf_hmax(mx);
-        float m = st->m[r];
-        if (most > m + 8.0f) {
-            if (m != -INFINITY) {
-                const float f = exp2_scalar(m - most);
-                st->l[r] *= f;
-                scale(st->o + (size_t) r*st->d_v_pad, st->d_v_pad, f);
-            }
-            st->m[r] = m = most;
-        }
-        const vf ref = vf_set1(m == -INFINITY ? 0.0f : m);
-        vf sum = vf_zero();
-        for (int t = 0; t < n_tokens; t += VW) {
-            const vf p = vf_exp2(vf_sub(vf_load(s + t), ref));
-            vf_store(s + t, p);
-            sum = vf_add(sum, p);
-        }
-        st->l[r] += vf_hsum(sum);
+// The reference exponent moves only when a score exceeds it by more than 2^8: the weights stay far from overflow, the
+// output is rarely rescaled, and most calls need no horizontal maximum.
+static void move_reference(const float * s, int n_tokens, const struct kvt_row_state * st, int r) {
+    vf mx = vf_load(s);
+    for (int t = VW; t < n_tokens; t += VW) mx = vf_max(mx, vf_load(s + t));
+    const float most = vf_hmax(mx), m = st->m[r];
+    if (m != -INFINITY) {
+        const float f = exp2_scalar(m - most);
+        scale(st->l + (size_t) r*KVT_SUM_LANES, KVT_SUM_LANES, f);
+        scale(st->o + (size_t) r*st->d_v_pad, st->d_v_pad, f);
     }
+    st->m[r] = most;
+}
+
+// N vectors of each of R rows at a time, so that the rows' chains of dependent instructions overlap
+template <int R, int N>
+static inline void softmax_rows(float * s, size_t ld, int n_tokens, const struct kvt_row_state * st, int r0) {
+    vf ref[R], sum[R];
+    KVT_UNROLL for (int r = 0; r < R; r++) {
+        float * row = s + r*ld;
+        const vf limit = vf_set1(st->m[r0 + r] + 8.0f);
+        vf mx = vf_load(row);
+        for (int t = VW; t < n_tokens; t += VW) mx = vf_max(mx, vf_load(row + t));
+        if (vf_any_gt(mx, limit)) move_reference(row, n_tokens, st, r0 + r);
+        ref[r] = vf_set1(st->m[r0 + r] == -INFINITY ? 0.0f : st->m[r0 + r]);
+        sum[r] = vf_load(st->l + (size_t) (r0 + r)*KVT_SUM_LANES);
+    }
+    for (int t = 0; t < n_tokens; t += N*VW) {
+        KVT_UNROLL for (int r = 0; r < R; r++) {
+            KVT_UNROLL for (int v = 0; v < N; v++) {
+                const vf p = vf_exp2(vf_sub(vf_load(s + r*ld + t + v*VW), ref[r]));
+                vf_store(s + r*ld + t + v*VW, p);
+                sum[r] = vf_add(sum[r], p);
+            }
+        }
+    }
+    KVT_UNROLL for (int r = 0; r < R; r++) vf_store(st->l + (size_t) (r0 + r)*KVT_SUM_LANES, sum[r]);
+}
+
+static void softmax(float * s, size_t ld, int n_rows, int n_tokens, const struct kvt_row_state * st) {
+    int r = 0;
+    for (; r + 3 <= n_rows; r += 3) softmax_rows<3, 2>(s + r*ld, ld, n_tokens, st, r);
+    for (; r < n_rows; r++)         softmax_rows<1, 2>(s + r*ld, ld, n_tokens, st, r);
 }
 
 static void mass_sub(const float * p, size_t ld, int n_rows, const float * f, float * out) {

@@ -25,10 +25,11 @@ struct kvt_q_rows {
     int32_t         d_k;
 };
 
+#define KVT_SUM_LANES 16      // a row's running sum is kept in lanes and added up at the end
 // Running softmax of some rows: reference exponent, sum and unnormalised output relative to it.
 struct kvt_row_state {
     float * m;      // [n_rows], -INFINITY before the first visible token
-    float * l;      // [n_rows]
+    float * l;      // [n_rows][KVT_SUM_LANES]
     float * o;      // [n_rows][d_v_pad]
     int32_t d_v_pad;
 };

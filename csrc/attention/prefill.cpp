@@ -1,11 +1,14 @@
 // Prefill: many rows. Tiles of up to 128 tokens are converted to F32 once per task and meet a block of query rows in
-// register-blocked products, under a running softmax. Tasks are (KV head, block of rows, part of the pages). Pages that
-// need no I/O come first, all at once; the others are read in chunks into memory of ours, so that no thread ever holds
-// more than one page of the store while it waits for another.
+// register-blocked products, under a running softmax. Tasks are (KV head, block of rows, part of the pages). Where every
+// page is resident they are done in one go; else in chunks of pages, those that have to be read copied into memory of
+// ours, so that no thread ever holds more than one page of the store while it waits for another.
+//
+// As in decode, the order of all sums follows from the list of visible pages alone: tiles never cross a multiple of
+// CHUNK pages, parts begin at one, and their number does not depend on the threads.
 
 #include "attention-impl.h"
 
-enum { GROUPS_PER_BLOCK = 8, SLOTS = 32 };
+enum { GROUPS_PER_BLOCK = 8, CHUNK = 32, MAX_SPLITS = 64 };
 
 struct chunk_page { const uint8_t * data; const struct kvt_page_layout * layout; size_t page; };   // page: within the stream
 
@@ -16,11 +19,11 @@ struct prefill {
     float * q_pack;                     // [n_head_kv][n_groups][d_k][KVT_ROW_GROUP]
     float * m, * l, * o;                // [n_splits][n_head_kv][n_groups*KVT_ROW_GROUP]([d_v_pad])
     float * tiles; size_t tile_floats;  // per thread
-    struct chunk_page * chunk; size_t n_chunk;
-    // chunks of pages that had to be read
-    uint8_t * slots; size_t slot_bytes;
+    size_t split_pages;                 // pages of a part, a multiple of CHUNK
+    struct chunk_page * chunk;          // [j->n_pages], by position in j->pages
+    size_t chunk_first, chunk_end;      // positions at hand
+    uint8_t * slots; size_t slot_bytes; // [CHUNK], for pages that had to be read
     struct kvt_page_layout * slot_layout;
-    size_t missing_first, missing_n;
     std::atomic<uint64_t> k_bytes, v_bytes;
 };
 
@@ -122,7 +125,7 @@ static void do_tile(const struct prefill * p, struct tile * t, int h, int split,
         if (j->op->softcap != 0.0f) j->k->softcap(t->s, KVT_TILE_TOKENS, n_valid_rows, n_tokens, j->op->softcap*KVT_LOG2E);
         if (t->any_mixed) mask_group(j, t, h, row0, n_valid_rows);
         const size_t row = state_row(p, split, h, (size_t) row0);
-        const struct kvt_row_state st = { p->m + row, p->l + row, p->o + row*j->d_v_pad, j->d_v_pad };
+        const struct kvt_row_state st = { p->m + row, p->l + row*KVT_SUM_LANES, p->o + row*j->d_v_pad, j->d_v_pad };
         j->k->softmax(t->s, KVT_TILE_TOKENS, n_valid_rows, n_tokens, &st);
         if (j->op->mass) keep_probs(j, t, h, row0, n_valid_rows, st.m);
         j->k->gemm_accumulate(t->s, KVT_TILE_TOKENS, n_tokens, t->v, j->d_v_pad, st.o);
@@ -145,9 +148,12 @@ static void do_task(struct prefill * p, struct tile * t, int h, size_t block, in
     const size_t g0 = block*GROUPS_PER_BLOCK, g1 = g0 + GROUPS_PER_BLOCK < p->n_groups ? g0 + GROUPS_PER_BLOCK : p->n_groups;
     const int64_t row_last = (int64_t) g1*KVT_ROW_GROUP < j->n_rows ? (int64_t) g1*KVT_ROW_GROUP - 1 : j->n_rows - 1;
     const size_t b0 = (size_t) ((int64_t) g0*KVT_ROW_GROUP/j->n_group)/KVT_VIS_BLOCK, b1 = (size_t) (row_last/j->n_group)/KVT_VIS_BLOCK;
-    const size_t c0 = p->n_chunk*(size_t) split/p->n_splits, c1 = p->n_chunk*(size_t) (split + 1)/p->n_splits;
+    size_t c0 = p->split_pages*split, c1 = c0 + p->split_pages;
+    if (c0 < p->chunk_first) c0 = p->chunk_first;
+    if (c1 > p->chunk_end)   c1 = p->chunk_end;
     for (size_t c = c0; c < c1; c++) {
         const struct chunk_page * pg = &p->chunk[c];
+        if (c % CHUNK == 0 && t->n_subs) do_tile(p, t, h, split, g0, g1);
         for (int i = 0; i < j->subs_per_page; i++) {
             const size_t sub = pg->page*j->subs_per_page + i;
             if (sub >= j->n_sub) break;
@@ -182,60 +188,88 @@ static void do_chunk(void * arg, int ith, int nth) {
 
 // ---- pages that have to be read ----
 
+// copies a page from the store into its slot
+static int read_page(struct prefill * p, size_t c) {
+    struct kvt_job * j = p->j;
+    const struct kvt_page_source * src = j->op->source;
+    const size_t slot = c - p->chunk_first;
+    struct kvt_page_ref ref;
+    const int err = src->acquire(src->ctx, j->pages[c], &ref);
+    if (err) return err;
+    const bool fits = !ref.data || ref.layout->page_bytes <= p->slot_bytes;
+    if (ref.data && fits) {
+        p->chunk[c].data     = p->slots + slot*p->slot_bytes;
+        p->chunk[c].layout   = &p->slot_layout[slot];
+        p->slot_layout[slot] = *ref.layout;
+        memcpy(p->slots + slot*p->slot_bytes, ref.data, ref.layout->page_bytes);
+    }
+    if (ref.data) src->release_many(src->ctx, &ref, 1);
+    return fits ? 0 : KVT_ERR_INVALID;
+}
+
 static void read_pages(void * arg, int ith, int nth) {
     (void) ith; (void) nth;
     struct prefill * p = (struct prefill *) arg;
     struct kvt_job * j = p->j;
-    const struct kvt_page_source * src = j->op->source;
     while (j->error.load(std::memory_order_relaxed) == 0) {
-        const size_t i = j->next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= p->missing_n) return;
-        const uint32_t page = j->pages[j->missing[p->missing_first + i]];
-        struct kvt_page_ref ref;
-        int err = src->acquire(src->ctx, page, &ref);
-        if (!err && ref.data && ref.layout->page_bytes > p->slot_bytes) err = KVT_ERR_INVALID;
-        struct chunk_page * pg = &p->chunk[i];
-        pg->page = page - j->op->page_first;
-        pg->data = NULL;
-        if (!err && ref.data) {
-            pg->data   = p->slots + i*p->slot_bytes;
-            pg->layout = &p->slot_layout[i];
-            p->slot_layout[i] = *ref.layout;
-            memcpy(p->slots + i*p->slot_bytes, ref.data, ref.layout->page_bytes);
-            src->release_many(src->ctx, &ref, 1);
-        }
+        const size_t c = p->chunk_first + j->next.fetch_add(1, std::memory_order_relaxed);
+        if (c >= p->chunk_end) return;
+        const int err = j->is_missing[c] ? read_page(p, c) : 0;
         if (err) kvt_job_fail(j, err);
     }
 }
 
-static int do_missing(struct prefill * p) {
+static void hint_missing(const struct prefill * p, size_t first) {
+    const struct kvt_job * j = p->j;
+    const struct kvt_page_source * src = j->op->source;
+    uint32_t list[CHUNK];
+    size_t n = 0;
+    for (size_t c = first; c < j->n_pages && n < CHUNK; c++) {
+        if (j->is_missing[c]) list[n++] = j->pages[c];
+    }
+    if (src->prefetch && n) src->prefetch(src->ctx, list, n);
+}
+
+static int take_slots(struct prefill * p) {
     struct kvt_job * j = p->j;
     const struct kvt_geometry * geo = &j->op->geo;
-    const struct kvt_page_source * src = j->op->source;
-    const size_t n_slots = j->n_missing < SLOTS ? j->n_missing : (size_t) SLOTS;
     const size_t v_row = geo->d_v ? kvt_round_up((size_t) geo->d_v, 16) : 0;
     p->slot_bytes = (size_t) geo->n_head_kv*kvt_round_up((size_t) geo->page_tokens*(geo->d_k + v_row)*sizeof(float), 64);   // F32: the largest format
-    p->slots = (uint8_t *) kvt_buf_need(&j->a->slots, n_slots*(p->slot_bytes + sizeof(struct kvt_page_layout)));
+    p->slots = (uint8_t *) kvt_buf_need(&j->a->slots, CHUNK*(p->slot_bytes + sizeof(struct kvt_page_layout)));
     if (!p->slots) return KVT_ERR_NOMEM;
-    p->slot_layout = (struct kvt_page_layout *) (p->slots + n_slots*p->slot_bytes);
-    for (size_t first = 0; first < j->n_missing; first += n_slots) {
-        p->missing_first = first;
-        p->missing_n = j->n_missing - first < n_slots ? j->n_missing - first : n_slots;
-        j->next = 0;
-        kvt_team_run(j->n_threads, read_pages, p);
-        if (j->error.load()) return j->error.load();
-        const size_t ahead = first + p->missing_n;
-        if (src->prefetch && ahead < j->n_missing) {
-            uint32_t list[SLOTS];
-            size_t n = 0;
-            for (; n < n_slots && ahead + n < j->n_missing; n++) list[n] = j->pages[j->missing[ahead + n]];
-            src->prefetch(src->ctx, list, n);
+    p->slot_layout = (struct kvt_page_layout *) (p->slots + CHUNK*p->slot_bytes);
+    return 0;
+}
+
+// bytes are counted once per page, however many blocks of rows read it
+static void count_bytes(const struct prefill * p) {
+    struct kvt_job * j = p->j;
+    for (size_t c = p->chunk_first; c < p->chunk_end; c++) {
+        if (!p->chunk[c].data) continue;
+        const size_t n = (size_t) j->op->geo.n_head_kv*j->subs_per_page;
+        j->a->stats.k_bytes += n*p->chunk[c].layout->k_sub_bytes;
+        j->a->stats.v_bytes += n*p->chunk[c].layout->v_sub_bytes;
+    }
+}
+
+static int do_chunks(struct prefill * p) {
+    struct kvt_job * j = p->j;
+    int err = j->n_missing ? take_slots(p) : 0;
+    const size_t step = j->n_missing ? (size_t) CHUNK : j->n_pages;
+    for (p->chunk_first = 0; !err && p->chunk_first < j->n_pages; p->chunk_first = p->chunk_end) {
+        p->chunk_end = p->chunk_first + step < j->n_pages ? p->chunk_first + step : j->n_pages;
+        if (j->n_missing) {
+            j->next = 0;
+            kvt_team_run(j->n_threads, read_pages, p);
+            err = j->error.load();
+            if (err) return err;
+            hint_missing(p, p->chunk_end);
         }
-        p->n_chunk = p->missing_n;
+        count_bytes(p);
         j->next = 0;
         kvt_team_run(j->n_threads, do_chunk, p);
     }
-    return 0;
+    return err;
 }
 
 // ---- the whole ----
@@ -252,10 +286,10 @@ static void finish_rows(void * arg, int ith, int nth) {
         for (int64_t x = first; x < first + 64 && x < n_all; x++) {
             const int h = (int) (x/j->n_rows);
             const int64_t row = x%j->n_rows, kept = row - (j->n_rows - j->n_group);
-            struct kvt_partial parts[64];
+            struct kvt_partial parts[MAX_SPLITS];
             for (int s = 0; s < p->n_splits; s++) {
                 const size_t at = state_row(p, s, h, (size_t) row);
-                parts[s] = { p->m + at, p->l + at, p->o + at*j->d_v_pad };
+                parts[s] = { p->m + at, p->l + at*KVT_SUM_LANES, p->o + at*j->d_v_pad };
             }
             const size_t out = (size_t) h*j->n_group + (size_t) (kept < 0 ? 0 : kept);
             const bool mass = j->op->mass && kept >= 0;
@@ -271,35 +305,26 @@ static int prepare(struct prefill * p) {
     p->n_groups = (size_t) (j->n_rows + KVT_ROW_GROUP - 1)/KVT_ROW_GROUP;
     p->n_blocks = (p->n_groups + GROUPS_PER_BLOCK - 1)/GROUPS_PER_BLOCK;
     // few tasks: let several threads share a block, each with a part of the pages
-    const size_t n_tasks = p->n_blocks*geo->n_head_kv;
-    p->n_splits = 1;
-    while (j->n_threads > 1 && n_tasks*p->n_splits < (size_t) j->n_threads*4 && p->n_splits < 64 && j->n_sub/p->n_splits >= 16) p->n_splits *= 2;
+    const size_t n_tasks = p->n_blocks*geo->n_head_kv, n_chunks = (j->n_pages + CHUNK - 1)/CHUNK;
+    size_t wanted = 1;
+    while (n_tasks*wanted < MAX_SPLITS && wanted < n_chunks) wanted *= 2;
+    p->split_pages = (n_chunks + wanted - 1)/wanted*CHUNK;
+    p->n_splits    = p->split_pages ? (int) ((j->n_pages + p->split_pages - 1)/p->split_pages) : 1;
+    if (p->n_splits < 1) p->n_splits = 1;
 
     const size_t rows_pad = p->n_groups*KVT_ROW_GROUP, n_state = (size_t) p->n_splits*geo->n_head_kv*rows_pad;
     p->q_pack = (float *) kvt_buf_need(&j->a->q, (size_t) geo->n_head_kv*rows_pad*geo->d_k*sizeof(float));
-    p->o = (float *) kvt_buf_need(&j->a->state, n_state*(j->d_v_pad + 2)*sizeof(float));
+    p->o = (float *) kvt_buf_need(&j->a->state, n_state*((size_t) j->d_v_pad + KVT_SUM_LANES + 1)*sizeof(float));
     p->tile_floats = (size_t) KVT_TILE_TOKENS*(geo->d_k + j->d_v_pad + KVT_ROW_GROUP) + 16;
     p->tiles = (float *) kvt_buf_need(&j->a->tiles, (size_t) j->n_threads*p->tile_floats*sizeof(float));
-    const size_t n_chunk = j->n_pages > SLOTS ? j->n_pages : (size_t) SLOTS;
-    p->chunk = (struct chunk_page *) kvt_buf_need(&j->a->mass, n_chunk*sizeof(struct chunk_page));
+    p->chunk = (struct chunk_page *) kvt_buf_need(&j->a->mass, (j->n_pages + 1)*sizeof(struct chunk_page));
     if (!p->q_pack || !p->o || !p->tiles || !p->chunk) return KVT_ERR_NOMEM;
-    p->m = p->o + n_state*j->d_v_pad;
-    p->l = p->m + n_state;
+    p->l = p->o + n_state*j->d_v_pad;
+    p->m = p->l + n_state*KVT_SUM_LANES;
     for (size_t i = 0; i < n_state; i++) p->m[i] = -INFINITY;
-    memset(p->l, 0, n_state*sizeof(float));
+    memset(p->l, 0, n_state*KVT_SUM_LANES*sizeof(float));
     memset(p->o, 0, n_state*j->d_v_pad*sizeof(float));
     return kvt_mass_prepare(j, 1);
-}
-
-// bytes are counted once per page, however many blocks of rows read it
-static void count_bytes(struct prefill * p) {
-    struct kvt_job * j = p->j;
-    for (size_t c = 0; c < p->n_chunk; c++) {
-        if (!p->chunk[c].data) continue;
-        const size_t n = (size_t) j->op->geo.n_head_kv*j->subs_per_page;
-        j->a->stats.k_bytes += n*p->chunk[c].layout->k_sub_bytes;
-        j->a->stats.v_bytes += n*p->chunk[c].layout->v_sub_bytes;
-    }
 }
 
 int kvt_prefill_run(struct kvt_job * j) {
@@ -309,17 +334,11 @@ int kvt_prefill_run(struct kvt_job * j) {
     if (err) return err;
     j->next = 0;
     kvt_team_run(j->n_threads, pack_q, &p);
-    p.n_chunk = 0;
     for (size_t i = 0; i < j->n_pages; i++) {
-        if (!j->is_missing[i]) p.chunk[p.n_chunk++] = { j->refs[i].data, j->refs[i].layout, j->pages[i] - j->op->page_first };
+        p.chunk[i] = { j->refs[i].data, j->refs[i].layout, j->pages[i] - j->op->page_first };
     }
-    count_bytes(&p);
-    j->next = 0;
-    kvt_team_run(j->n_threads, do_chunk, &p);
-    if (j->n_missing) {
-        const int e = do_missing(&p);
-        if (e) return e;
-    }
+    const int e = do_chunks(&p);
+    if (e) return e;
     j->next = 0;
     kvt_team_run(j->n_threads, finish_rows, &p);
     return 0;

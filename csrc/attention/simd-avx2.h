@@ -16,6 +16,7 @@ static inline vf   vf_mul(vf a, vf b)          { return _mm256_mul_ps(a, b); }
 static inline vf   vf_div(vf a, vf b)          { return _mm256_div_ps(a, b); }
 static inline vf   vf_max(vf a, vf b)          { return _mm256_max_ps(a, b); }
 static inline vf   vf_fma(vf a, vf b, vf c)    { return _mm256_fmadd_ps(a, b, c); }
+static inline bool vf_any_gt(vf a, vf b)        { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 static inline float vf_hmax(vf v) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));

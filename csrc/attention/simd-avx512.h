@@ -17,6 +17,7 @@ static inline vf   vf_mul(vf a, vf b)          { return _mm512_mul_ps(a, b); }
 static inline vf   vf_div(vf a, vf b)          { return _mm512_div_ps(a, b); }
 static inline vf   vf_max(vf a, vf b)          { return _mm512_max_ps(a, b); }
 static inline vf   vf_fma(vf a, vf b, vf c)    { return _mm512_fmadd_ps(a, b, c); }
+static inline bool vf_any_gt(vf a, vf b)        { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 static inline float vf_hmax(vf v)              { return _mm512_reduce_max_ps(v); }
 static inline float vf_hsum(vf v)              { return _mm512_reduce_add_ps(v); }
 

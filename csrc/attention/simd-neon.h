@@ -16,6 +16,7 @@ static inline vf   vf_mul(vf a, vf b)          { return vmulq_f32(a, b); }
 static inline vf   vf_div(vf a, vf b)          { return vdivq_f32(a, b); }
 static inline vf   vf_max(vf a, vf b)          { return vmaxq_f32(a, b); }
 static inline vf   vf_fma(vf a, vf b, vf c)    { return vfmaq_f32(c, a, b); }
+static inline bool vf_any_gt(vf a, vf b)        { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
 static inline float vf_hmax(vf v)              { return vmaxvq_f32(v); }
 static inline float vf_hsum(vf v)              { return vaddvq_f32(v); }
 

@@ -17,6 +17,7 @@ static inline vf   vf_mul(vf a, vf b)          { return a*b; }
 static inline vf   vf_div(vf a, vf b)          { return a/b; }
 static inline vf   vf_max(vf a, vf b)          { return a > b ? a : b; }
 static inline vf   vf_fma(vf a, vf b, vf c)    { return a*b + c; }
+static inline bool vf_any_gt(vf a, vf b)        { const vi c = a > b; return (c[0] | c[1] | c[2] | c[3]) != 0; }
 static inline float f_max(float a, float b)    { return a > b ? a : b; }
 static inline float vf_hmax(vf v)              { return f_max(f_max(v[0], v[1]), f_max(v[2], v[3])); }
 static inline float vf_hsum(vf v)              { return (v[0] + v[1]) + (v[2] + v[3]); }

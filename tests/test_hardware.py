@@ -1,0 +1,125 @@
+"""The hardware probe: machine code in a child process, the AMX trap, build switches, memory and disk."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvtier import hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "probe-amx.py"
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 machine code")
+
+RET, UD2, HANG = "c3", "0f0b", "ebfe"
+
+
+@X86
+def test_code_runs_in_a_child_and_dies_there() -> None:
+    assert hardware.run_code(RET) == 0
+    assert hardware.run_code(UD2) == -signal.SIGILL
+    assert hardware.run_code("31c0" "8b00" "c3") == -signal.SIGSEGV   # xor eax, eax; mov eax, [rax]
+
+
+@X86
+def test_code_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "PROBE_TIMEOUT_S", 1.0)
+    assert hardware.run_code(HANG) == 1
+
+
+@X86
+def test_the_tile_configuration_reaches_the_code() -> None:
+    # cmp byte [rdi], 1; jne -> ud2; cmp byte [rdi+16], 64; jne -> ud2; cmp byte [rdi+50], 16; jne -> ud2; ret
+    assert hardware.run_code("803f01" "750d" "807f1040" "7507" "807f3210" "7501" "c3" "0f0b") == 0
+
+
+@X86
+@pytest.mark.parametrize(("code", "state"), [(RET, "works"), (UD2, "faults")])
+def test_amx_states_where_the_kernel_gives_tiles(monkeypatch: pytest.MonkeyPatch, code: str, state: str) -> None:
+    """The instruction that runs is replaced, the way to run it is the real one; tiles are asked for only on a machine that has them."""
+    has_amx = "amx_tile" in hardware.cpu_flags()
+    monkeypatch.setattr(hardware, "_AMX_CODE", code)
+    if not has_amx:
+        monkeypatch.setattr(hardware, "_CHILD", hardware._CHILD.replace('sys.argv[2] == "tiles"', "False"))
+    assert hardware.amx_state(frozenset({"amx_tile"})) == state
+
+
+@X86
+@pytest.mark.skipif("amx_tile" in hardware.cpu_flags(), reason="this processor has AMX")
+def test_amx_code_faults_where_there_is_no_amx() -> None:
+    assert hardware.run_code(hardware._AMX_CODE) == -signal.SIGILL
+    assert hardware.amx_state() == "absent"
+    assert hardware.amx_state(frozenset({"amx_tile"})) in ("denied", "faults")
+
+
+FULL = frozenset("sse4_2 avx avx2 fma f16c bmi2 avx_vnni avx512f avx512cd avx512bw avx512dq avx512vl avx512vbmi avx512_vnni avx512_bf16 amx_tile amx_int8".split())
+
+
+def test_safe_switches_are_what_the_processor_has() -> None:
+    full = hardware.safe_cmake_args(FULL).split()
+    assert full[0] == "-DGGML_NATIVE=OFF"
+    assert {"-DGGML_AVX=ON", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON", "-DGGML_AVX512=ON", "-DGGML_AVX512_VBMI=ON",
+            "-DGGML_AVX512_VNNI=ON", "-DGGML_AVX512_BF16=ON"} <= set(full)
+    assert not any("AMX" in switch for switch in full)
+    assert "-DGGML_AVX512=ON" not in hardware.safe_cmake_args(FULL - {"avx512vl"})   # one switch turns on five sets
+    assert hardware.safe_cmake_args(frozenset()) == "-DGGML_NATIVE=OFF"
+
+
+def test_switches_are_llama_cpps_own() -> None:
+    options = ROOT / "third_party" / "llama.cpp" / "ggml" / "CMakeLists.txt"
+    if not options.is_file():
+        pytest.skip("the llama.cpp source is not there: scripts/fetch-llama.py fetches it")
+    text = options.read_text()
+    for switch in hardware.safe_cmake_args(FULL).split():
+        assert f"option({switch[2:].split('=')[0]} " in text
+
+
+def test_arguments_only_where_the_default_build_is_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for state, unsafe in (("absent", False), ("works", False), ("denied", False), ("faults", True), ("unknown", True)):
+        monkeypatch.setattr(hardware, "amx_state", lambda _flags, state=state: state)
+        assert (hardware.cmake_args() != "") is unsafe
+
+
+def test_the_script_needs_only_the_standard_library(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == hardware.cmake_args()
+    for file in (SCRIPT, Path(hardware.__file__)):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert all(name.split(".")[0] in sys.stdlib_module_names for name in names)
+            assert not (isinstance(node, ast.ImportFrom) and node.level)
+
+
+def test_memory_is_what_the_system_says() -> None:
+    memory = hardware.memory()
+    assert 0 < memory.available_bytes <= memory.total_bytes <= psutil.virtual_memory().total
+    assert hardware.cpu_count() == len(os.sched_getaffinity(0))
+    assert hardware.cpu_name()
+
+
+@pytest.mark.parametrize("n_mib", [1, 5])
+def test_disk_speed_leaves_nothing_behind(tmp_path: Path, n_mib: int) -> None:
+    speed = hardware.disk_speed(tmp_path, n_mib << 20)
+    assert speed.write_rate > 0 and speed.read_rate > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs at hand")
+def test_disk_speed_on_tmpfs() -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert hardware.disk_speed(Path("/dev/shm"), 1 << 20).read_rate > 0
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(".kvtier")} == set()
+
+
+def test_disk_speed_of_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        hardware.disk_speed(tmp_path / "missing", 1 << 20)

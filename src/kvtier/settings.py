@@ -14,6 +14,7 @@ from .sizes import parse_bytes
 
 SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
+MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 DEFAULT_FORMAT: Final = "f16"
 
 
@@ -63,7 +64,7 @@ class KVSettings:
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
         _check_int("protect_last", self.protect_last, 1, 1 << 20)
-        if self.mass_decay is not None and not 0.0 <= self.mass_decay < 1.0:
+        if self.mass_decay is not None and not 0.0 <= self.mass_decay <= MAX_MASS_DECAY:
             raise SettingsError(
                 f"mass_decay is {self.mass_decay}, which is not in [0, 1)",
                 "Take for example 0.99; 0 keeps only the last step.",

@@ -10,6 +10,7 @@ import click
 
 from ..errors import KvtierError, OutOfMemoryError
 from . import ui
+from .signals import Stopped
 
 # Each is a module of this package with an object `command`.
 COMMANDS: Final = ("run", "plan", "doctor", "models", "eval", "bench", "plugin-path")
@@ -54,8 +55,8 @@ class LazyGroup(click.Group):
             raise CliError(
                 OutOfMemoryError("out of memory", "Take a smaller context or model, or close other programs.")
             ) from err
-        except (KeyboardInterrupt, click.Abort):
-            ctx.exit(EXIT_INTERRUPTED)
+        except (KeyboardInterrupt, click.Abort) as err:
+            ctx.exit(err.exit_code if isinstance(err, Stopped) else EXIT_INTERRUPTED)
 
 
 def _module(name: str) -> str:

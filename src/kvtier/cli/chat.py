@@ -9,7 +9,7 @@ import click
 
 from ..errors import ContextLengthError
 from . import ui
-from .signals import StopFlag
+from .signals import StopFlag, Stopped
 
 if TYPE_CHECKING:
     from ..generation import Sampling
@@ -32,7 +32,7 @@ def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> i
         ui.say(_HELP)
         messages: list[Message] = []
         while not stop():
-            line = _ask()
+            line = _ask(stop)
             if line is None or line == "/exit":
                 break
             if line == "/new":
@@ -54,11 +54,12 @@ def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> i
     return stop.exit_code
 
 
-def _ask() -> str | None:
+def _ask(stop: StopFlag) -> str | None:
     """A line of input; None at its end, or when a signal came while waiting."""
     try:
-        line: str = click.prompt("", prompt_suffix="> ", default="", show_default=False, err=True)
-    except click.Abort:
+        with stop.raising():
+            line: str = click.prompt("", prompt_suffix="> ", default="", show_default=False, err=True)
+    except (click.Abort, Stopped):
         return None
     return line.strip()
 

@@ -149,7 +149,9 @@ def command(
     settings = kv_settings(options)
     text = _prompt_text(prompt, file, as_json)
     with StopFlag() as stop:
-        job = _job(_find_model(model, hf_repo), settings, options)
+        with stop.raising():
+            path = _find_model(model, hf_repo)
+        job = _job(path, settings, options)
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal came while nothing but waiting was going on. `exit_code` is what a shell expects of a process it ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + signum
 
 
 class StopFlag:
@@ -16,6 +26,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._n_signals = 0
+        self._raises = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -30,7 +41,19 @@ class StopFlag:
     def __call__(self) -> bool:
         return self.signum is not None
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """While this block runs, a signal raises Stopped as well: for waiting, on the network or on the user."""
+        self._raises = True
+        try:
+            if self.signum is not None:
+                raise Stopped(self.signum)
+            yield
+        finally:
+            self._raises = False
+
     def clear(self) -> None:
+        """Forget the signal: what it should stop has stopped."""
         self.signum = None
         self._n_signals = 0
 
@@ -40,7 +63,9 @@ class StopFlag:
         return 0 if self.signum is None else 128 + self.signum
 
     def _set(self, signum: int, _frame: FrameType | None) -> None:
+        self.signum = signum
+        if self._raises:
+            raise Stopped(signum)
         self._n_signals += 1
         if self._n_signals >= self.PATIENCE:
             os._exit(128 + signum)
-        self.signum = signum

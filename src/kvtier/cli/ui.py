@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -100,9 +102,8 @@ def prefill_progress() -> Iterator[Callable[[int, int], None]]:
         _Rate(),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("prefill", total=1)
-        yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))
+    with _shown_when_used(Progress(*columns, console=out, transient=True)) as update:
+        yield lambda done, total: update(completed=done, total=max(total, 1))
 
 
 @contextmanager
@@ -126,8 +127,25 @@ def download_progress() -> Iterator[Callable[[FetchProgress], None]]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=out, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda at: progress.update(
-            task, description=f"{_STAGES[at.stage]} {at.name}", completed=at.n_bytes_done, total=at.n_bytes_total
+    with _shown_when_used(Progress(*columns, console=out, transient=True)) as update:
+        yield lambda at: update(
+            description=f"{_STAGES[at.stage]} {at.name}", completed=at.n_bytes_done, total=at.n_bytes_total
         )
+
+
+@contextmanager
+def _shown_when_used(progress: Progress) -> Iterator[Callable[..., None]]:
+    """A display of one task that appears with its first update and disappears with the block; gives the update."""
+    tasks: list[TaskID] = []
+
+    def update(**fields: Any) -> None:
+        if not tasks:
+            progress.start()
+            tasks.append(progress.add_task("", total=fields.get("total")))
+        progress.update(tasks[0], **fields)
+
+    try:
+        yield update
+    finally:
+        if tasks:
+            progress.stop()

@@ -242,7 +242,9 @@ int kvt_array_acquire(struct kvt_array * a, uint32_t page, enum kvt_access acces
             std::to_string(a->n_pages) + " pages");
     }
     kvt_page_ref ref;
-    const int r = access == KVT_READ ? acquire_read(a, lk, page, &ref) : acquire_write(a, lk, page, access == KVT_RESET, &ref);
+    const int r = store_guard([&] {
+        return access == KVT_READ ? acquire_read(a, lk, page, &ref) : acquire_write(a, lk, page, access == KVT_RESET, &ref);
+    });
     if (r == KVT_ERR_OK) {
         *out = ref;
     }
@@ -315,7 +317,10 @@ void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n) 
     }
     kvt_store * s = a->store;
     store_lock lk(s->mutex);
-    store_add_ahead(s, a, pages, n);
+    store_guard([&] {
+        store_add_ahead(s, a, pages, n);
+        return KVT_ERR_OK;
+    });
 }
 
 // --- discard -----------------------------------------------------------------------------------------------------

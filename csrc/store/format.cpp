@@ -202,6 +202,13 @@ static float load_f16(const uint8_t * src) {
 
 // --- blocks of 32 ------------------------------------------------------------------------------------------------
 
+// Nearest, halves away from zero, for |v| < 2^23: there v - (float) i is exact. Not roundf, which is a call.
+static int32_t round_away(float v) {
+    const int32_t i = (int32_t) v;
+    const float   f = v - (float) i;
+    return i + (f >= 0.5f ? 1 : 0) - (f <= -0.5f ? 1 : 0);
+}
+
 // { f16 d; int8 qs[32] }, d = amax/127
 static void q8_0_block_from_f32(const float * x, uint8_t * b) {
     float amax = 0.0f;
@@ -214,7 +221,7 @@ static void q8_0_block_from_f32(const float * x, uint8_t * b) {
     store_f16(b, d);
     for (int j = 0; j < 32; j++) {
         const float v = x[j]*id;
-        b[2 + j] = (uint8_t) (int8_t) (fabsf(v) < 128.0f ? roundf(v) : 0.0f); // not so: NaN, or a scale whose inverse is inf
+        b[2 + j] = (uint8_t) (int8_t) round_away(fabsf(v) < 128.0f ? v : 0.0f); // not so: NaN, or a scale whose inverse is inf
     }
 }
 

@@ -2,8 +2,10 @@
 
 #include "store-internal.h"
 
+#include <pthread.h>
+
 #include <algorithm>
-#include <cstring>
+#include <csignal>
 #include <new>
 #include <system_error>
 
@@ -156,6 +158,7 @@ static void write_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t p
         p.crc      = crc;
         p.has_copy = true;
         p.dirty    = false;
+        p.fail_seq = 0;
         s->stats.disk_writes++;
         s->stats.disk_write_bytes += to.page_bytes;
         store_count_disk(s, to, 1);
@@ -202,16 +205,22 @@ static void worker_main(kvt_store * s) {
     }
 }
 
+// Workers take no signals: those are for the program's own threads, and a write beyond the file size limit shall be an
+// error, not the signal that ends the process.
 int store_start_workers(kvt_store * s) {
     const int n = s->params.n_io_threads > 0 ? s->params.n_io_threads : 2;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
         for (int i = 0; i < n; i++) {
             s->workers.emplace_back(worker_main, s);
         }
     } catch (const std::exception &) {
-        return s->workers.empty() ? KVT_ERR_NOMEM : KVT_ERR_OK;
+        // fewer do as well
     }
-    return KVT_ERR_OK;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return s->workers.empty() ? KVT_ERR_NOMEM : KVT_ERR_OK;
 }
 
 void store_stop_workers(kvt_store * s, store_lock & lk) {

@@ -145,11 +145,7 @@ static int check_move(kvt_store * s, const kvt_move & m) {
     return KVT_ERR_OK;
 }
 
-int kvt_store_apply(struct kvt_store * s, const struct kvt_move * moves, size_t n, size_t * n_done) {
-    if (!s || (n > 0 && !moves)) {
-        return KVT_ERR_INVALID;
-    }
-    store_lock lk(s->mutex);
+static int apply(kvt_store * s, store_lock & lk, const kvt_move * moves, size_t n, size_t * n_done) {
     int first = KVT_ERR_OK;
     std::string text;
     size_t done = 0;
@@ -179,8 +175,19 @@ int kvt_store_apply(struct kvt_store * s, const struct kvt_move * moves, size_t 
     if (first != KVT_ERR_OK) {
         s->last_error = text;
     }
+    *n_done = done;
+    return first;
+}
+
+int kvt_store_apply(struct kvt_store * s, const struct kvt_move * moves, size_t n, size_t * n_done) {
+    if (!s || (n > 0 && !moves)) {
+        return KVT_ERR_INVALID;
+    }
+    size_t done = 0;
+    store_lock lk(s->mutex);
+    const int r = store_guard([&] { return apply(s, lk, moves, n, &done); });
     if (n_done) {
         *n_done = done;
     }
-    return first;
+    return r;
 }

@@ -14,6 +14,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -114,6 +115,16 @@ static inline page_entry & page_of(kvt_store * s, kvt_page_id id) { return s->ar
 static inline bool is_transit(const page_entry & p) { return p.f.data && p.f.slab == KVT_NO_SLAB; }
 static inline size_t frame_stride(const kvt_page_layout & l) { return l.page_bytes + sizeof(slot_trailer); }
 static inline int64_t slot_off(const kvt_array * a, uint32_t page) { return a->base + (int64_t) (page*a->slot_stride); }
+
+// No exception crosses the C ABI: what little the store allocates as it works may fail too.
+template <typename F>
+static inline int store_guard(F f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        return KVT_ERR_NOMEM;
+    }
+}
 
 // Everything below is called with the lock held; functions that take `lk` may let go of it in between.
 

@@ -35,7 +35,9 @@ static bool recycle(kvt_store * s, uint32_t array, bool must) {
         return false;
     }
     page_entry & p = page_of(s, best->owner);
-    p.io = IO_NONE; // it was IO_NONE or IO_QUEUED: the queue skips it
+    if (p.io == IO_QUEUED) { // the queue will skip it; a page that is being discarded stays in the discarder's hands
+        p.io = IO_NONE;
+    }
     store_free_transit(s, p);
     return true;
 }

@@ -4,6 +4,8 @@
 #include "store-fixture.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 
 #include <atomic>
 #include <cerrno>
@@ -273,7 +275,40 @@ static void test_changed_bytes() {
     kvt_store_close(s);
 }
 
+// The system's own errors: a file size limit ends writes in the middle of a page, in a child process of its own.
+static void test_file_size_limit() {
+    temp_dir dir;
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        struct rlimit limit = { 3*SLOT_F16 + 1000, 3*SLOT_F16 + 1000 };
+        CHECK_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+        struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
+        struct kvt_array * a = add_array(s, array_params(6, 12));
+        std::vector<int> version(12, -1);
+        size_t n_errors = 0;
+        for (uint32_t i = 0; i < 12; i++) {
+            const int r = write_page(a, i, i);
+            CHECK(r == KVT_ERR_OK || r == KVT_ERR_DISK_FULL);
+            n_errors += r != KVT_ERR_OK;
+            version[i] = r == KVT_ERR_OK ? (int) i : -1;
+            CHECK(r == KVT_ERR_OK || (names_page_and_tier(last_error(s)) && has(last_error(s), strerror(EFBIG))));
+        }
+        CHECK(n_errors > 0);
+        for (uint32_t i = 0; i < 12; i++) {
+            CHECK(version[i] < 0 || check_page(a, i, i) == KVT_ERR_OK);
+        }
+        kvt_store_close(s);
+        _exit(0);
+    }
+    int status;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(dir.files().empty());
+}
+
 int main() {
+    test_file_size_limit();
     test_every_operation_fails_once();
     test_full_disk();
     test_disk_budget();

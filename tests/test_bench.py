@@ -162,9 +162,15 @@ def test_tables_are_aligned_markdown() -> None:
 def result() -> BenchResult:
     times = {"stock f16": [4.0, 4.0, 8.0], "stock q8_0": [2.0, 2.0, 4.0], "kvtier f16": [1.0, 1.0, 2.0]}
     traffic = dict.fromkeys(times, Traffic(10**8, 10**8))
-    decode = DecodeResult(8192, 2, 16, times, traffic, dict.fromkeys(times, "repeated"))
+    decode = DecodeResult(8192, 1, 16, times, times, traffic, dict.fromkeys(times, "repeated"))
     return BenchResult(
-        "m", {2: 4e9}, 0.0, 0.5, (decode,), PrefillResult(8192, 2, 512, False, times), (("x at 0 tokens", "broke"),)
+        "m",
+        {1: 4e9},
+        0.0,
+        0.5,
+        (decode,),
+        PrefillResult(8192, 2, 512, False, times, times),
+        (("x at 0 tokens", "broke"),),
     )
 
 
@@ -175,11 +181,14 @@ def test_reports_hold_the_ratios() -> None:
     assert rows["stock f16"]["tokens_per_s"]["median"] == 4.0
     assert rows["stock f16"]["roof_tokens_per_s"] == 20.0
     report = text(result())
-    assert "### decode, 8k context, 2 threads" in report
+    assert "### decode, 8k context, 1 thread" in report
     assert "4.00 (4.00..4.00)" in report
     assert "### prefill of 8k" in report
     assert "other programs used 50 %" in report
-    assert "other programs" not in text(replace(result(), busy=0.0))
+    assert report.count("CPU x f16") == 1  # of one thread on a busy machine, and of nothing else
+    quiet = text(replace(result(), busy=0.0))
+    assert "other programs" not in quiet
+    assert "CPU x f16" not in quiet
 
 
 def test_bandwidths_are_positive(tmp_path: Path) -> None:

@@ -22,16 +22,23 @@ def _ratio(value: Spread) -> str:
     return f"{value.median:.2f} ({value.low:.2f}..{value.high:.2f})"
 
 
-def _against(result: DecodeResult | PrefillResult, name: str) -> list[str]:
+def _against(result: DecodeResult | PrefillResult, name: str, *, cpu: bool = False) -> list[str]:
+    ratio = result.cpu_ratio if cpu else result.ratio
     return [
-        "-" if name == baseline or baseline not in result.seconds else _ratio(result.ratio(name, baseline))
+        "-" if name == baseline or baseline not in result.seconds else _ratio(ratio(name, baseline))
         for baseline in BASELINES
     ]
+
+
+def _cpu_header(result: DecodeResult | PrefillResult, bench: BenchResult) -> tuple[str, ...]:
+    """Columns of processor time, where they say more than wall time: one thread on a machine that was busy."""
+    return ("CPU x f16", "CPU x q8_0") if result.n_threads == 1 and bench.busy > BUSY else ()
 
 
 def decode_table(result: DecodeResult, bench: BenchResult) -> str:
     """One context and thread count: rates, noise, ratios, roofline."""
     memory = bench.memory_bytes_per_s[result.n_threads]
+    cpu = _cpu_header(result, bench)
     rows = []
     for name in result.seconds:
         rate, traffic = result.rate(name), result.traffic[name]
@@ -39,27 +46,11 @@ def decode_table(result: DecodeResult, bench: BenchResult) -> str:
         moved = f"{(traffic.weight_bytes + traffic.kv_bytes) / 1e6:,.0f}"
         if traffic.disk_bytes > 0:
             moved += f" + {traffic.disk_bytes / 1e6:,.0f} disk"
-        rows.append(
-            [
-                name,
-                f"{rate.median:.1f}",
-                f"{100 * rate.noise:.0f} %",
-                *_against(result, name),
-                moved,
-                f"{roof:.0f}",
-                f"{100 * rate.median / roof:.0f} %",
-            ]
-        )
-    header = (
-        "configuration",
-        "tokens/s",
-        "noise",
-        "x stock f16",
-        "x stock q8_0",
-        "MB/token",
-        "roof tokens/s",
-        "of roof",
-    )
+        ratios = [*_against(result, name), *(_against(result, name, cpu=True) if cpu else ())]
+        share = f"{100 * rate.median / roof:.0f} %"
+        rows.append([name, f"{rate.median:.1f}", f"{100 * rate.noise:.0f} %", *ratios, moved, f"{roof:.0f}", share])
+    stock = ("x stock f16", "x stock q8_0", *cpu)
+    header = ("configuration", "tokens/s", "noise", *stock, "MB/token", "roof tokens/s", "of roof")
     title = f"### decode, {context_name(result.context)} context, {_threads(result.n_threads)}"
     return f"{title}\n\n{markdown(header, rows)}"
 
@@ -68,12 +59,16 @@ def _threads(n: int) -> str:
     return f"{n} thread" + ("" if n == 1 else "s")
 
 
-def prefill_table(result: PrefillResult) -> str:
+def prefill_table(result: PrefillResult, bench: BenchResult) -> str:
     """Prefill rates and ratios of sums, with the range of the chunks' ratios."""
-    rows = [[name, f"{result.rate(name):.1f}", *_against(result, name)] for name in result.seconds]
+    cpu = _cpu_header(result, bench)
+    rows = []
+    for name in result.seconds:
+        ratios = [*_against(result, name), *(_against(result, name, cpu=True) if cpu else ())]
+        rows.append([name, f"{result.rate(name):.1f}", *ratios])
     how = f", {len(next(iter(result.seconds.values())))} chunks sampled" if result.sampled else ""
     title = f"### prefill of {context_name(result.n_tokens)}, {_threads(result.n_threads)}{how}"
-    return f"{title}\n\n{markdown(('configuration', 'tokens/s', 'x stock f16', 'x stock q8_0'), rows)}"
+    return f"{title}\n\n{markdown(('configuration', 'tokens/s', 'x stock f16', 'x stock q8_0', *cpu), rows)}"
 
 
 def _heading(bench: BenchResult) -> str:
@@ -90,8 +85,10 @@ def text(bench: BenchResult) -> str:
     """The whole report as Markdown."""
     parts = [_heading(bench), *(decode_table(result, bench) for result in bench.decode)]
     if bench.prefill is not None:
-        parts.append(prefill_table(bench.prefill))
-    parts.append("x: median of the rounds' ratios of times, taken next to each other (smallest..largest)")
+        parts.append(prefill_table(bench.prefill, bench))
+    parts.append(
+        "x: median of the rounds' ratios of times, taken next to each other (smallest..largest); CPU: of processor time"
+    )
     return "\n\n".join(parts)
 
 
@@ -115,6 +112,7 @@ def _decode_json(result: DecodeResult, bench: BenchResult) -> dict[str, Any]:
                 "roof_tokens_per_s": roof,
                 "filled": result.filled[name],
                 "seconds": seconds,
+                "cpu_seconds": result.cpu_seconds[name],
             }
         )
     return {"context": result.context, "n_threads": result.n_threads, "block_tokens": result.block_tokens, "rows": rows}
@@ -127,6 +125,7 @@ def _prefill_json(result: PrefillResult) -> dict[str, Any]:
             "tokens_per_s": result.rate(name),
             "ratios": {b: _spread(result.ratio(name, b)) for b in BASELINES if b in result.seconds and b != name},
             "seconds": seconds,
+            "cpu_seconds": result.cpu_seconds[name],
         }
         for name, seconds in result.seconds.items()
     ]

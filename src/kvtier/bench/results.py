@@ -28,12 +28,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Decode at one context with one number of threads."""
+    """Decode at one context with one number of threads.
+
+    `cpu_seconds` is processor time of the measured process: with one thread it is its work alone, whatever else the
+    machine does; with several it holds their waiting for each other, too, and compares nothing.
+    """
 
     context: int
     n_threads: int
     block_tokens: int
     seconds: Times
+    cpu_seconds: Times
     traffic: dict[str, Traffic]
     filled: dict[str, str]
 
@@ -42,6 +47,9 @@ class DecodeResult:
 
     def ratio(self, name: str, baseline: str) -> Spread:
         return paired_ratio(self.seconds[baseline], self.seconds[name])
+
+    def cpu_ratio(self, name: str, baseline: str) -> Spread:
+        return paired_ratio(self.cpu_seconds[baseline], self.cpu_seconds[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class PrefillResult:
     chunk_tokens: int
     sampled: bool
     seconds: Times
+    cpu_seconds: Times
 
     def rate(self, name: str) -> float:
         times = self.seconds[name]
@@ -60,6 +69,9 @@ class PrefillResult:
 
     def ratio(self, name: str, baseline: str) -> Spread:
         return total_ratio(self.seconds[baseline], self.seconds[name])
+
+    def cpu_ratio(self, name: str, baseline: str) -> Spread:
+        return total_ratio(self.cpu_seconds[baseline], self.cpu_seconds[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,8 @@ def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int
         name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name])
         for name in turns.times
     }
-    return DecodeResult(context, n_threads, n, turns.times, traffic, {name: lanes[name].how for name in turns.times})
+    filled = {name: lanes[name].how for name in turns.times}
+    return DecodeResult(context, n_threads, n, turns.times, turns.cpu_times, traffic, filled)
 
 
 class _Turns:
@@ -136,6 +137,7 @@ class _Turns:
     def __init__(self, bench: _Bench, children: dict[str, Child], context: int) -> None:
         self._bench, self._children, self._context = bench, children, context
         self.times: Times = {name: [] for name in children}
+        self.cpu_times: Times = {name: [] for name in children}
 
     def order(self, i: int) -> list[str]:
         """Who is still in, forwards in even turns and backwards in odd ones, so that nobody always follows the same."""
@@ -149,12 +151,13 @@ class _Turns:
             return self._children[name].ask(op, **arguments)
         except MeasuringError as error:
             self._bench.fail(name, self._context, error)
-            del self.times[name]
+            del self.times[name], self.cpu_times[name]
             return {}
 
     def add(self, name: str, answer: dict[str, Any]) -> None:
         if name in self.times:
             self.times[name].append(float(answer["seconds"]))
+            self.cpu_times[name].append(float(answer["cpu_seconds"]))
 
 
 def _prefill(bench: _Bench) -> PrefillResult | None:
@@ -176,8 +179,10 @@ def _prefill(bench: _Bench) -> PrefillResult | None:
                 if plan.prefill_sampled and start > 0:
                     turns.ask(name, "fill", n_tokens=start)
                 turns.add(name, turns.ask(name, "prefill", n_tokens=plan.n_batch))
-        sampled = plan.prefill_sampled
-        return PrefillResult(plan.prefill, n_threads, plan.n_batch, sampled, turns.times) if turns.times else None
+        if not turns.times:
+            return None
+        lengths = (plan.prefill, n_threads, plan.n_batch)
+        return PrefillResult(*lengths, plan.prefill_sampled, turns.times, turns.cpu_times)
 
 
 def chunk_starts(n_tokens: int, chunk: int, sampled: bool, n_samples: int = 4) -> list[int]:

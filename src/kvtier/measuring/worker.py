@@ -3,8 +3,7 @@
     python -m kvtier.measuring.worker
 
 Commands: open, tokenize, fill, size, threads, decode, prefill, rewind, score, bandwidth, disk, close. An error is
-answered as
-``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,17 @@ class Worker:
         """Time `n_tokens` steps, then forget them, so that every round has the same context."""
         engine, before = self.engine, self.engine.n_past
         tokens, read_before = self._take(n_tokens), engine.disk_read_bytes()
+        cpu_before = time.process_time()
         seconds = engine.decode(tokens)
+        cpu_seconds = time.process_time() - cpu_before
         read = engine.disk_read_bytes() - read_before
         engine.rewind(before)
-        return {"seconds": seconds, "disk_read_bytes": read}
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "disk_read_bytes": read}
 
     def prefill(self, n_tokens: int) -> Answer:
-        return {"seconds": self.engine.prefill(self._take(n_tokens)), "n_past": self.engine.n_past}
+        tokens, cpu_before = self._take(n_tokens), time.process_time()
+        seconds = self.engine.prefill(tokens)
+        return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu_before, "n_past": self.engine.n_past}
 
     def rewind(self, n_tokens: int) -> Answer:
         if n_tokens == 0:

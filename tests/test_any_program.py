@@ -13,7 +13,7 @@ from kvtier import _native
 PROGRAM = """
 import ctypes, sys
 import llama_cpp
-from llama_cpp._ggml import libggml
+from llama_cpp.llama_cpp import _lib as libggml
 libggml.ggml_backend_load_all()
 libggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
 assert libggml.ggml_backend_dev_by_name(b"KVT0"), "the device is missing"

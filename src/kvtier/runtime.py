@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import llama_cpp
 import llama_cpp.llama_cpp as api
-from llama_cpp._ggml import libggml
 
 from . import _native
 from .errors import KvtierError, LibraryError, LlamaError
@@ -88,6 +87,10 @@ class LogTail:
 
 
 log: Final = LogTail()
+
+# ggml as libllama itself is linked to it. `llama_cpp._ggml.libggml` can be a second copy with a registry of its own: wheels hold
+# libggml.so and libggml.so.0 as two files.
+libggml: Final = api._lib
 
 
 def load() -> Runtime:

@@ -20,10 +20,12 @@ from kvtier.diagnosis import Finding, ProbeResult, run_probe, worst
 from kvtier.errors import LibraryError
 
 SOUND: dict[str, Mapping[str, Any]] = {
-    "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"}, "cpu": {"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "1", "AMX_INT8": "0"}},
-    "plugin": {"path": "/x/libkvtier.so", "version": "0.1.0", "ggml": "0.25.3", "isa": "avx512vnni"}, "devices": {"devices": [{"name": "CPU"}, {"name": "KVT0"}]},
+    "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"},
+    "cpu": {"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "1", "AMX_INT8": "0"}},
+    "plugin": {"path": "/x/libkvtier.so", "version": "0.1.0", "ggml": "0.25.3", "isa": "avx512vnni"},
+    "devices": {"devices": [{"name": "CPU"}, {"name": "KVT0"}]},
 }
-ZEN = frozenset("avx2 fma f16c avx512f avx512cd avx512bw avx512vl avx512dq".split())
+ZEN = frozenset(["avx2", "fma", "f16c", "avx512f", "avx512cd", "avx512bw", "avx512vl", "avx512dq"])
 
 
 def probe(*, without: tuple[str, ...] = (), exit_code: int | None = 0, tail: str = "", **steps: Mapping[str, Any]) -> ProbeResult:

@@ -82,8 +82,10 @@ def test_the_table_is_sound() -> None:
 
 @pytest.mark.parametrize(("line", "reason"), [
     ("a | pypi | p==1:f | - | 5 | 1 | n", "needs a pinned version"), ("a | pypi | p:f | " + "0" * 64 + " | 5 | 1 | n", "needs a pinned version"),
-    ("a | ftp | p==1:f | - | - | 1 | n", "unknown kind 'ftp'"), ("a | hf | o/r:f | xyz | - | 1 | n", "hex"), ("a | hf | o/r:f | - | - | many | n", "invalid literal"),
-    ("a | hf", "not enough values"), ("a | hf | norepo | - | - | 1 | n", "missing 1 required"), ("a | hf | o/r:f | - | - | 1 | n\na | hf | o/r:f | - | - | 1 | n", "occurs twice"),
+    ("a | ftp | p==1:f | - | - | 1 | n", "unknown kind 'ftp'"), ("a | hf | o/r:f | xyz | - | 1 | n", "hex"),
+    ("a | hf | o/r:f | - | - | many | n", "invalid literal"),
+    ("a | hf", "not enough values"), ("a | hf | norepo | - | - | 1 | n", "missing 1 required"),
+    ("a | hf | o/r:f | - | - | 1 | n\na | hf | o/r:f | - | - | 1 | n", "occurs twice"),
 ])
 def test_a_malformed_table_names_its_line(tmp_path: Path, line: str, reason: str) -> None:
     table = tmp_path / "models.txt"

@@ -25,8 +25,10 @@ from kvtier.errors import GgufError, UsageError
 from kvtier.gguf import read_model
 from kvtier.modelshape import AttentionLayer, ModelShape, shape_of
 from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, command_line, make_plan, page_bytes
+from tests.test_doctor import installed
 from tests.test_gguf import BOOL, STRING, U32, array, gguf, key
 
+NEEDS_LIBRARY = pytest.mark.skipif(not installed(), reason="the native library is not installed")
 GGML = {"f16": 1, "q8_0": 8, "q4_0": 2, "q4_1": 3}
 BUFFER = re.compile(r"(KV|model|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 MIB = 1 << 20
@@ -112,6 +114,21 @@ def test_planned_is_what_llama_cpp_allocates(stock: Stock, name: str) -> None:
     assert total == pytest.approx(found["KV"] + found["compute"] + found["output"] + stock.model_bytes, rel=0.05)
 
 
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("whole_windows", [False, True])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_1")])
+def test_planned_pages_are_what_the_store_holds(gemma3_path: Path, whole_windows: bool, types: tuple[str, str]) -> None:
+    from kvtier import Llama
+
+    plan = make_plan(read_model(gemma3_path), PlanRequest(1536, *types, n_batch=256, n_ubatch=256, swa_full=whole_windows))
+    with Llama(str(gemma3_path), n_ctx=1536, n_batch=256, n_ubatch=256, swa_full=whole_windows, type_k=types[0], type_v=types[1], verbose=False) as llm:
+        tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:1536]
+        llm.eval(tokens)
+        host = llm.kv.figures.tiers["host"]
+    assert len(tokens) == 1536
+    assert (host.n_pages, host.used_bytes) == (plan.n_pages, plan.chosen.page_bytes)
+
+
 def test_weights_are_what_llama_cpp_maps(stock: Stock) -> None:
     plan = make_plan(stock.headers, PlanRequest(512), cpu_flags=hardware.cpu_flags())
     assert plan.weight_bytes + plan.repack_bytes == pytest.approx(stock.model_bytes, rel=0.05)
@@ -168,7 +185,8 @@ def test_heads_per_layer_and_layers_without(tmp_path: Path) -> None:
 
 
 def test_mla_stores_no_values(tmp_path: Path) -> None:
-    shape = model(tmp_path, "deepseek2", heads_kv=1, attention__key_length=576, attention__value_length=512, attention__key_length_mla=192, attention__value_length_mla=128)
+    shape = model(tmp_path, "deepseek2", heads_kv=1, attention__key_length=576, attention__value_length=512,
+                  attention__key_length_mla=192, attention__value_length_mla=128)
     assert {(layer.n_head_kv, layer.d_k, layer.d_v) for layer in shape.attention} == {(1, 576, 0)}
 
 
@@ -216,7 +234,8 @@ def test_page_layout_by_hand() -> None:
     assert page_bytes(AttentionLayer(0, 1, 80, 80, False), "q8_0", "q8_0", 32) is None
 
 
-@given(n_head=st.integers(1, 9), d_k=st.integers(1, 300), d_v=st.integers(0, 300), sub=st.integers(1, 4), types=st.tuples(*[st.sampled_from(sorted(CACHE_TYPES))] * 2))
+@given(n_head=st.integers(1, 9), d_k=st.integers(1, 300), d_v=st.integers(0, 300), sub=st.integers(1, 4),
+       types=st.tuples(*[st.sampled_from(sorted(CACHE_TYPES))] * 2))
 def test_pages_hold_their_rows_with_little_padding(n_head: int, d_k: int, d_v: int, sub: int, types: tuple[str, str]) -> None:
     size = page_bytes(AttentionLayer(0, n_head, d_k, d_v, False), *types, 32 * sub)
     (k_items, k_bytes), (v_items, v_bytes) = CACHE_TYPES[types[0]], CACHE_TYPES[types[1]]

@@ -17,7 +17,8 @@ def fetch(repo: str, file: str | None, progress: ProgressFn | None) -> Path:
     """See kvtier.models.fetch_hf."""
     name, _, quant = repo.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ModelNotFoundError(f"'{repo}' is not a Hugging Face repository", "Write OWNER/NAME or OWNER/NAME:QUANT, for example -hf Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M")
+        raise ModelNotFoundError(f"'{repo}' is not a Hugging Face repository",
+                                 "Write OWNER/NAME or OWNER/NAME:QUANT, for example -hf Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M")
     try:
         import huggingface_hub as hub
     except ImportError as err:

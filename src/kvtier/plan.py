@@ -22,6 +22,7 @@ SUB_PAGE_TOKENS: Final = 32
 HEAD_ALIGN_BYTES: Final = 64
 PROCESS_BYTES: Final = 512 << 20     # left for Python, llama.cpp's own tables and the rest of the machine
 LEAST_PAGES_PER_LAYER: Final = 8     # a host budget below this many pages per layer only moves pages to and fro
+SLAB_PERCENT: Final = 103             # of a cache's pages: what the store's slabs take for them
 MAX_TOKENS: Final = 1 << 24
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
@@ -164,7 +165,8 @@ def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str,
         warnings.append("This model has no attention layer: there is no KV cache to place, it runs as it is.")
     if shape.n_ctx_train and request.n_ctx > shape.n_ctx_train:
         factor = -(-request.n_ctx // shape.n_ctx_train)
-        warnings.append(f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example --rope-scaling yarn --rope-scale {factor}.")
+        warnings.append(f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example "
+                        f"--rope-scaling yarn --rope-scale {factor}.")
     return tuple(warnings)
 
 
@@ -256,6 +258,10 @@ def _with_machine(plan: Plan, machine: Machine) -> Plan:
     return replace(plan, machine=machine, caches=caches, options=options, warnings=tuple(warnings))
 
 
+def _held(n_bytes: int) -> int:
+    return n_bytes * SLAB_PERCENT // 100
+
+
 def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
     """The longest context (a multiple of 256 tokens) that fits in RAM with this format, 0 if none does."""
     if cache.page_bytes is None:
@@ -266,7 +272,7 @@ def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
         n_cells = cells(request)[1]
         kv = cache_bytes(plan.shape, request, cache.type_k, cache.type_v).page_bytes or 0
         fixed = plan.fixed_bytes - plan.compute_bytes + compute_buffer(plan.shape, request, n_cells)
-        return kv + fixed + PROCESS_BYTES <= machine.ram_available_bytes
+        return _held(kv) + fixed + PROCESS_BYTES <= machine.ram_available_bytes
 
     low, high = 0, MAX_TOKENS // CELL_ALIGN
     while low < high:
@@ -279,10 +285,10 @@ def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
     """Ways to run, best first: the asked formats in RAM, else smaller ones in RAM, and RAM with disk."""
     asked = plan.chosen.page_bytes or 0
     candidates = [plan.chosen, *(c for c in plan.caches if c.page_bytes is not None and c.page_bytes < asked)]
-    in_ram = next((c for c in candidates if (c.page_bytes or 0) <= room), None)
+    in_ram = next((c for c in candidates if _held(c.page_bytes or 0) <= room), None)
     options = [] if in_ram is None else [Option("all in RAM", in_ram.type_k, in_ram.type_v, None, None)]
     if in_ram is not plan.chosen:
-        split = next((way for c in candidates if (c.page_bytes or 0) > room and (way := _split(plan, machine, room, c))), None)
+        split = next((way for c in candidates if _held(c.page_bytes or 0) > room and (way := _split(plan, machine, room, c))), None)
         options += [split] if split is not None else []
     return tuple(options)
 

@@ -23,7 +23,8 @@ from .options import FORMAT, TOKENS, option
 @click.command("plan", context_settings={"show_default": True})
 @click.argument("model", required=False)
 @option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option("-c", "--ctx", "--ctx-size", "n_ctx", type=TOKENS, default="0", metavar="TOKENS", help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
+@option("-c", "--ctx", "--ctx-size", "n_ctx", type=TOKENS, default="0", metavar="TOKENS",
+        help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
 @option("-b", "--batch-size", type=click.IntRange(1), default=512, help="Most tokens that one call of llama.cpp gets.")
 @option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, help="Tokens computed together during prefill.")
 @option("-np", "--parallel", type=click.IntRange(1, 256), default=1, help="Sequences.")

@@ -8,6 +8,8 @@ import pytest
 
 from kvtier import Llama
 
+from .contexts import open_context
+from .test_sequences import kl
 from .texts import source_text
 
 N_PROMPT = 1200
@@ -65,8 +67,11 @@ def test_evicting_everything_at_every_step_gives_the_same_tokens(smollm2_path: P
 
 
 @pytest.mark.parametrize("page_tokens", [64, 128])
-def test_page_size_changes_no_token(smollm2_path: Path, in_ram: tuple[list[int], int], page_tokens: int) -> None:
-    tokens, _ = in_ram
-    ours, llm = generate(smollm2_path, n_predict=60, page_tokens=page_tokens)
-    with llm:
-        assert ours == tokens[:60]
+def test_page_size_changes_only_rounding(smollm2_path: Path, page_tokens: int) -> None:
+    """Other pages mean other partial sums; a model with quantized weights answers that with distributions a little apart."""
+    with open_context(smollm2_path, ours=True) as small, open_context(smollm2_path, ours=True, settings=f"page-tokens={page_tokens}") as large:
+        tokens = small.tokenize(source_text(), 520)
+        assert kl(small.feed(tokens[:500]), large.feed(tokens[:500])) < 0.05
+        assert kl(small.feed(tokens[500:], first=500), large.feed(tokens[500:], first=500)) < 0.05
+        assert large.domain is not None
+        assert large.domain.layer(0).page_tokens == page_tokens

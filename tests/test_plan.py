@@ -63,6 +63,8 @@ class Stock:
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0
+        self._no_devices = (ctypes.c_void_p * 1)(None)   # not ours either, which another test may have loaded
+        params.devices = ctypes.cast(self._no_devices, ctypes.c_void_p)
         self.headers = read_model(path)
         with logged() as lines:
             self.model = api.llama_model_load_from_file(str(path).encode(), params)
@@ -115,18 +117,35 @@ def test_planned_is_what_llama_cpp_allocates(stock: Stock, name: str) -> None:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize("whole_windows", [False, True])
-@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_1")])
-def test_planned_pages_are_what_the_store_holds(gemma3_path: Path, whole_windows: bool, types: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("name", "n_ctx", "type_k", "type_v"), [("gemma3-270m", 1024, "f16", "f16"), ("smollm2", 512, "q8_0", "q4_1")])
+def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, type_v: str) -> None:
     from kvtier import Llama
+    from kvtier.models import resolve
 
-    plan = make_plan(read_model(gemma3_path), PlanRequest(1536, *types, n_batch=256, n_ubatch=256, swa_full=whole_windows))
-    with Llama(str(gemma3_path), n_ctx=1536, n_batch=256, n_ubatch=256, swa_full=whole_windows, type_k=types[0], type_v=types[1], verbose=False) as llm:
-        tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:1536]
+    path = resolve(name)
+    plan = make_plan(read_model(path), PlanRequest(n_ctx, type_k, type_v, n_batch=128, n_ubatch=128))
+    with Llama(str(path), n_ctx=n_ctx, n_batch=128, n_ubatch=128, swa_full=False, type_k=type_k, type_v=type_v, n_threads=1, n_threads_batch=1,
+               verbose=False) as llm:
+        tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:n_ctx]
         llm.eval(tokens)
         host = llm.kv.figures.tiers["host"]
-    assert len(tokens) == 1536
+    assert len(tokens) == n_ctx
     assert (host.n_pages, host.used_bytes) == (plan.n_pages, plan.chosen.page_bytes)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("whole_windows", [False, True])
+def test_planned_buffers_are_those_with_our_device(stock: Stock, whole_windows: bool) -> None:
+    from kvtier import Llama, runtime
+
+    request = PlanRequest(32768, n_batch=512, swa_full=whole_windows)
+    runtime.load()   # takes the log first
+    with logged() as lines:
+        Llama(str(stock.headers[0].path), n_ctx=32768, n_batch=512, n_ubatch=512, swa_full=whole_windows).close()
+    found = {name: float(mib) * MIB for name, mib in re.findall(r"reserve: +(\w+) compute buffer size = *([0-9.]+) MiB", "".join(lines))}
+    plan = make_plan(stock.headers, request)
+    assert plan.attention_bytes == pytest.approx(found["KVT0"], rel=0.05)
+    assert plan.compute_bytes == pytest.approx(found["CPU"], rel=0.05)
 
 
 def test_weights_are_what_llama_cpp_maps(stock: Stock) -> None:

@@ -88,7 +88,8 @@ def _show(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
     click.echo(f"Context: {plan.n_ctx:,} tokens, {plan.request.n_ubatch:,} at a time during prefill\n")
     rows = [("Weights", format_bytes(plan.weight_bytes))]
     rows += [("  of them repacked for this CPU", format_bytes(plan.repack_bytes))] if plan.repack_bytes else []
-    rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes)), ("Output buffer", format_bytes(plan.output_bytes))]
+    rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes))]
+    rows += [("Attention buffer", format_bytes(plan.attention_bytes)), ("Output buffer", format_bytes(plan.output_bytes))]
     rows += [("Recurrent state", format_bytes(plan.state_bytes))] if plan.state_bytes else []
     ui.table(rows, header=("Besides the KV cache", ""), stderr=False)
     if shape.attention:

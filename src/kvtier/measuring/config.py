@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from .errors import MeasuringError
 
-Engine = Literal["stock", "kvtier"]
+EngineName = Literal["stock", "kvtier"]
 
 # the numbers of ggml's enum ggml_type
 GGML_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
@@ -22,7 +22,7 @@ class Configuration:
     """
 
     name: str
-    engine: Engine = "stock"
+    engine: EngineName = "stock"
     type_k: str = "f16"
     type_v: str = "f16"
     flash_attn: bool = True

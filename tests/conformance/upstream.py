@@ -16,6 +16,7 @@ from kvtier import _native
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "conformance"
 TIMEOUT_S = 3000
+_RECORD = re.compile(r'"backend_name",.*|"KVT0",.*')
 
 
 def build() -> Path:
@@ -55,7 +56,9 @@ def op_cases(programs: Path, op: str) -> list[OpCase]:
     command = [str(programs / "test-backend-ops"), "test", "-b", "KVT0", "-o", op, "--output", "csv", "-j", str(os.cpu_count() or 1)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
     assert done.returncode in (0, 1), f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr[-6000:]}"
-    rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
+    # a failure is printed in front of its record, on the same line
+    records = [found.group() for line in done.stdout.splitlines() if (found := _RECORD.search(line))]
+    rows = csv.DictReader(records)
     cases = [
         OpCase(
             op=row["op_name"],

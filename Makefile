@@ -54,7 +54,7 @@ distclean: clean ## Remove .venv and the llama.cpp source too
 
 $(VENV)/.venv-stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "kvtier needs Python 3.9 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	touch $@
 
 third_party/llama.cpp/.kvtier-stamp: scripts/fetch-llama.py | $(VENV)/.venv-stamp

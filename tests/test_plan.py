@@ -26,7 +26,7 @@ from kvtier.gguf import read_model
 from kvtier.modelshape import AttentionLayer, ModelShape, shape_of
 from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, command_line, make_plan, page_bytes
 from tests.test_doctor import installed
-from tests.test_gguf import BOOL, STRING, U32, array, gguf, key
+from tests.test_gguf import BOOL, I32, STRING, U32, array, gguf, key
 
 NEEDS_LIBRARY = pytest.mark.skipif(not installed(), reason="the native library is not installed")
 GGML = {"f16": 1, "q8_0": 8, "q4_0": 2, "q4_1": 3}
@@ -238,6 +238,8 @@ def test_shared_and_draft_layers_have_no_cache(tmp_path: Path) -> None:
 def test_impossible_figures_are_refused(tmp_path: Path, broken: dict[str, int]) -> None:
     with pytest.raises(GgufError, match="not possible"):
         model(tmp_path, "llama", n_layer=broken.get("block_count", 6), **{k: v for k, v in broken.items() if k != "block_count"})
+    with pytest.raises(GgufError, match="-1, which is not possible"):
+        model(tmp_path, "gemma2", extra=[key("gemma2.attention.sliding_window", I32, -1)])
     with pytest.raises(GgufError, match="3 values for 6 layers"):
         model(tmp_path, "llama", heads_kv=[1, 2, 3])
 

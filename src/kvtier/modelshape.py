@@ -15,6 +15,7 @@ from .errors import GgufError
 from .gguf import ArrayInfo, GgufHeader
 
 _MAX_LAYERS: Final = 512
+_MAX_FIGURE: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,24 @@ def shape_of(header: GgufHeader) -> ModelShape:
 
 
 def _get(header: GgufHeader, suffix: str) -> int | None:
-    return header.get_int(header.arch_key(suffix))
+    """A figure of the model, None if the file does not give it. Raises GgufError for one that no model has."""
+    key = header.arch_key(suffix)
+    value = header.get_int(key)
+    if value is not None and not 0 <= value <= _MAX_FIGURE:
+        raise _impossible(header, key, value)
+    return value
 
 
-def _positive(header: GgufHeader, suffix: str, most: int = 1 << 31) -> int:
+def _impossible(header: GgufHeader, key: str, value: int) -> GgufError:
+    return GgufError(header.path, header.data_off_bytes, f"key '{key}' is {value:,}, which is not possible",
+                     "Fetch the model again, or take another file of it.")
+
+
+def _positive(header: GgufHeader, suffix: str, most: int = _MAX_FIGURE) -> int:
     key = header.arch_key(suffix)
     value = header.require_int(key)
     if not 0 < value <= most:
-        raise GgufError(header.path, header.data_off_bytes, f"key '{key}' is {value:,}, which is not possible",
-                        "Fetch the model again, or take another file of it.")
+        raise _impossible(header, key, value)
     return value
 
 

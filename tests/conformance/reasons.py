@@ -22,7 +22,7 @@ REASONS = (
     Reason(
         "SET_ROWS",
         "rows that are not F32",
-        "llama.cpp computes new keys and values in F32 and hands them over as such; a cache never receives F16 rows",
+        "new keys and values are computed in F32 by llama.cpp and handed over as such; a cache never receives F16 rows",
         lambda v: v["type_src"] != "f32",
     ),
     Reason(

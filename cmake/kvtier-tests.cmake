@@ -17,6 +17,12 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
     if(name MATCHES "^test-")
         add_dependencies(kvtier-tests ${name})
         add_test(NAME ${name} COMMAND ${name})
-        set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+        set_tests_properties(${name} PROPERTIES TIMEOUT 1200)
     endif()
 endforeach()
+
+# The NEON kernels, cross-compiled and run by qemu-user; skipped where those tools are missing.
+if(NOT KVTIER_SANITIZE AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+    add_test(NAME test-attention-neon COMMAND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/run-neon.sh" "${CMAKE_CURRENT_BINARY_DIR}/neon")
+    set_tests_properties(test-attention-neon PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
+endif()

@@ -22,5 +22,5 @@ for kind in "$@"; do
         ASAN_OPTIONS=detect_leaks=1:halt_on_error=1:strict_string_checks=1 \
         UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
         TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
-        ctest --output-on-failure --timeout 900)
+        ctest --output-on-failure --parallel 2 --timeout 1200)
 done

@@ -64,7 +64,8 @@ struct kvt_job {
     int64_t n_mass_queries;
     float * probs;                // [n_head_kv][n_mass_queries*n_group][ld_probs]
     size_t  ld_probs;
-    float * probs_m;              // [n_head_kv][n_mass_queries*n_group][n_sub]
+    float * probs_m;              // [n_head_kv][n_mass_queries*n_group][ld_probs_m], of the subs that were visited
+    size_t  ld_probs_m;
     float * final_m;              // [n_head_kv][n_mass_queries*n_group]: the rows' last exponent and 1/sum
     float * final_f;
 

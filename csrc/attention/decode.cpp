@@ -103,7 +103,7 @@ static void weigh(const struct decode * d, const struct decode_thread * t, float
     const struct kvt_row_state st = { t->m + (size_t) h*n_rows, t->l + (size_t) h*n_rows*KVT_SUM_LANES, t->o + (size_t) h*n_rows*j->d_v_pad, j->d_v_pad };
     j->k->softmax(s, ld, n_rows, KVT_SUB, &st);
     if (op->mass) {
-        for (int r = 0; r < n_rows; r++) j->probs_m[((size_t) h*n_rows + r)*j->n_sub + sub] = st.m[r];
+        for (int r = 0; r < n_rows; r++) j->probs_m[((size_t) h*n_rows + r)*j->ld_probs_m + sub] = st.m[r];
     }
 }
 

@@ -544,6 +544,11 @@ static void softmax(float * s, size_t ld, int n_rows, int n_tokens, const struct
     for (; r < n_rows; r++)         softmax_rows<1, 2>(s + r*ld, ld, n_tokens, st, r);
 }
 
+static void mass_factors(float * m, size_t n, float last_m, float f) {
+    const vf last = vf_set1(last_m), x = vf_set1(f);
+    for (size_t i = 0; i < n; i += VW) vf_store(m + i, vf_mul(vf_exp2(vf_sub(vf_load(m + i), last)), x));
+}
+
 static void mass_sub(const float * p, size_t ld, int n_rows, const float * f, float * out) {
     KVT_UNROLL for (int t = 0; t < KVT_SUB; t += VW) {
         vf acc = vf_zero();
@@ -582,5 +587,6 @@ static float mass_update(float * mean, float * max, const float * x, size_t n, f
           load_k_quant<quant_q8_0>, load_k_quant<quant_q4_0>, load_k_quant<quant_q4_1> },                               \
         { load_v_float<load_f32>, load_v_float<load_f16>, load_v_float<load_bf16>,                                      \
           load_v_quant<quant_q8_0>, load_v_quant<quant_q4_0>, load_v_quant<quant_q4_1> },                               \
-        transpose, gemm_scores, gemm_accumulate, softcap, mask_add, softmax, scale, add_scaled, mass_sub, mass_update,  \
+        transpose, gemm_scores, gemm_accumulate, softcap, mask_add, softmax, scale, add_scaled, mass_factors, mass_sub,          \
+        mass_update,                                                                                                     \
     }

@@ -62,7 +62,9 @@ struct kvt_kernels {
     void (*scale)(float * x, int n, float f);
     // x[i] += f*y[i]
     void (*add_scaled)(float * x, const float * y, int n, float f);
-    // mass of 32 tokens: out[t] = sum over rows of f[r]*p[r*ld + t]
+    // m[i] = 2^(m[i] - last_m)*f: what makes weights relative to m probabilities. n is a multiple of 16
+    void (*mass_factors)(float * m, size_t n, float last_m, float f);
+    // mass of 32 tokens: out[t] += sum over rows of f[r]*p[r*ld + t]
     void (*mass_sub)(const float * p, size_t ld, int n_rows, const float * f, float * out);
     // mean = decay*mean + (1 - decay)*x, max = max(max, x) over n; returns the sum of x
     float (*mass_update)(float * mean, float * max, const float * x, size_t n, float decay);

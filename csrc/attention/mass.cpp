@@ -55,13 +55,15 @@ int kvt_mass_prepare(struct kvt_job * j, int64_t n_queries) {
     const size_t n_rows = (size_t) j->op->geo.n_head_kv*n_queries*j->n_group;
     j->n_mass_queries = n_queries;
     j->ld_probs = j->n_sub*KVT_SUB + 16;   // rows do not start at the same place of every cache set
-    const size_t n_floats = n_rows*(j->ld_probs + j->n_sub + 2);
+    j->ld_probs_m = kvt_round_up(j->n_sub, 16);
+    const size_t n_floats = n_rows*(j->ld_probs + j->ld_probs_m + 2);
     float * p = (float *) kvt_buf_need(&j->a->probs, n_floats*sizeof(float));
     if (!p) return KVT_ERR_NOMEM;
     j->probs   = p;
     j->probs_m = j->probs + n_rows*j->ld_probs;
-    j->final_m = j->probs_m + n_rows*j->n_sub;
+    j->final_m = j->probs_m + n_rows*j->ld_probs_m;
     j->final_f = j->final_m + n_rows;
+    for (size_t i = 0; i < n_rows*j->ld_probs_m; i++) j->probs_m[i] = -INFINITY;   // a sub nobody visits weighs nothing
     return 0;
 }
 
@@ -82,8 +84,7 @@ static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, flo
             const int n = j->n_group - g0 < KVT_SUB ? j->n_group - g0 : KVT_SUB;
             const size_t row = h*rows_per_head + (size_t) query*j->n_group + g0;
             for (int g = 0; g < n; g++) {
-                const float m = j->probs_m[(row + g)*j->n_sub + sub];
-                f[g] = m == -INFINITY ? 0.0f : exp2f(m - j->final_m[row + g])*j->final_f[row + g];
+                f[g] = j->probs_m[(row + g)*j->ld_probs_m + sub];   // a factor by now
             }
             j->k->mass_sub(j->probs + row*j->ld_probs + sub*KVT_SUB, j->ld_probs, n, f, out);
         }
@@ -125,6 +126,11 @@ static void mass_pages(void * arg, int ith, int nth) {
 int kvt_mass_apply(struct kvt_job * j) {
     struct mass_work w;
     w.j = j;
+    const size_t n_rows = (size_t) j->op->geo.n_head_kv*j->n_mass_queries*j->n_group;
+    for (size_t r = 0; r < n_rows; r++) {
+        const float last_m = j->final_m[r] == -INFINITY ? 0.0f : j->final_m[r];   // a row that saw nothing
+        j->k->mass_factors(j->probs_m + r*j->ld_probs_m, j->ld_probs_m, last_m, j->final_f[r]);
+    }
     w.n_pages = (j->n_sub + j->subs_per_page - 1)/j->subs_per_page;
     for (int64_t q = 0; q < j->n_mass_queries; q++) {
         w.query = q;

@@ -105,7 +105,7 @@ static void keep_probs(const struct kvt_job * j, const struct tile * t, int h, i
         const size_t out = (size_t) h*j->n_group + (size_t) (row0 + r - first);
         for (int i = 0; i < t->n_subs; i++) {
             memcpy(j->probs + out*j->ld_probs + t->sub[i]*KVT_SUB, t->s + (size_t) r*KVT_TILE_TOKENS + i*KVT_SUB, KVT_SUB*sizeof(float));
-            j->probs_m[out*j->n_sub + t->sub[i]] = m[r];
+            j->probs_m[out*j->ld_probs_m + t->sub[i]] = m[r];
         }
     }
 }

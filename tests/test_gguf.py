@@ -106,7 +106,7 @@ def test_large_arrays_are_not_loaded(gemma3_path: Path) -> None:
 def test_tensor_types_are_ggmls_own() -> None:
     import ctypes
 
-    from llama_cpp._ggml import libggml
+    from llama_cpp.llama_cpp import _lib as libggml
 
     libggml.ggml_type_size.restype = ctypes.c_size_t
     libggml.ggml_blck_size.restype = ctypes.c_int64

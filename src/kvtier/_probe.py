@@ -54,8 +54,9 @@ def _devices(ggml: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     import llama_cpp
-    from llama_cpp._ggml import libggml
+    import llama_cpp.llama_cpp as api
 
+    libggml = api._lib   # ggml as libllama is linked to it, see runtime.libggml
     llama_cpp.llama_backend_init()
     libggml.ggml_version.restype = ctypes.c_char_p
     _step("llama_cpp", version=llama_cpp.__version__, ggml=libggml.ggml_version().decode(), path=os.path.dirname(llama_cpp.__file__))

@@ -155,7 +155,8 @@ static int write_victims(kvt_store * s) {
         if (s->n_writing >= WRITES_AHEAD) {
             break;
         }
-        if (page_of(s, id).io == IO_NONE) {
+        const page_entry & p = page_of(s, id);
+        if (p.io == IO_NONE && !droppable(p)) { // a copy that is still good is not written again
             const int r = store_start_write(s, s->arrays[id.array], id.page, LAYOUT_DISK);
             if (r != KVT_ERR_OK) {
                 return r;

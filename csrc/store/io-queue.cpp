@@ -182,13 +182,16 @@ void store_queue_read(kvt_store * s, kvt_page_id id) {
 
 static void worker_main(kvt_store * s) {
     std::vector<uint8_t> bounce;
+    bool write_next = false;      // reads and writes take turns, so that neither starves
     store_lock lk(s->mutex);
     for (;;) {
         s->work.wait(lk, [s] { return s->stop || !s->reads.empty() || !s->writes.empty(); });
         if (s->stop) {
             return;
         }
-        if (!s->reads.empty()) {
+        const bool write = !s->writes.empty() && (write_next || s->reads.empty());
+        write_next = !write;
+        if (!write) {
             const kvt_page_id id = s->reads.front();
             s->reads.pop_front();
             page_entry & p = page_of(s, id);

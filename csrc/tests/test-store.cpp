@@ -496,6 +496,37 @@ static void test_everything_in_use() {
     kvt_store_close(s);
 }
 
+// A page whose copy on disk is still good leaves without being written again.
+static void test_clean_pages_are_not_rewritten() {
+    temp_dir dir;
+    const uint32_t n = 64;
+    struct kvt_store * s = open_store(small_params(dir.path.c_str(), n + 2, 2*n));
+    struct kvt_array * a = add_array(s, array_params(0, 2*n));
+    std::vector<struct kvt_move> moves;
+    for (uint32_t i = 0; i < n; i++) {
+        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
+        moves.push_back({ { kvt_array_id(a), i }, KVT_TIER_DISK, 255, 255 });
+    }
+    CHECK_EQ(kvt_store_apply(s, moves.data(), n, nullptr), KVT_ERR_OK);
+    for (struct kvt_move & m : moves) {
+        m.to_tier = KVT_TIER_HOST;
+    }
+    CHECK_EQ(kvt_store_apply(s, moves.data(), n, nullptr), KVT_ERR_OK);
+    kvt_store_tick(s);
+    const uint64_t n_writes = stats_of(s).disk_writes;
+    CHECK_EQ(n_writes, n);
+    for (uint32_t i = n; i < n + n/2; i++) {
+        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
+    }
+    CHECK_EQ(kvt_store_flush(s), KVT_ERR_OK);
+    CHECK(stats_of(s).n_evicted > n);
+    CHECK_EQ(stats_of(s).disk_writes, n_writes);
+    for (uint32_t i = 0; i < n + n/2; i++) {
+        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
+    }
+    kvt_store_close(s);
+}
+
 static size_t resident_bytes() {
     long total = 0, resident = 0;
     FILE * f = fopen("/proc/self/statm", "r");
@@ -541,6 +572,7 @@ static void test_resident_memory() {
 }
 
 int main() {
+    test_clean_pages_are_not_rewritten();
     test_resident_memory();
     test_memory_only();
     test_no_disk_is_a_budget_error();

@@ -8,13 +8,14 @@
 
 #include "attention-impl.h"
 
-enum { GROUPS_PER_BLOCK = 8, CHUNK = 32, MAX_SPLITS = 64 };
+enum { GROUPS_PER_BLOCK = 8, MANY_GROUPS = 256, CHUNK = 32, MAX_SPLITS = 64 };
 
 struct chunk_page { const uint8_t * data; const struct kvt_page_layout * layout; size_t page; };   // page: within the stream
 
 struct prefill {
     struct kvt_job * j;
     size_t n_groups, n_blocks;          // row groups per KV head; blocks of groups
+    size_t groups_per_block;            // a tile is converted once per block: larger where there are rows enough
     int    n_splits;
     float * q_pack;                     // [n_head_kv][n_groups][d_k][KVT_ROW_GROUP]
     float * m, * l, * o;                // [n_splits][n_head_kv][n_groups*KVT_ROW_GROUP]([d_v_pad])
@@ -110,6 +111,23 @@ static void keep_probs(const struct kvt_job * j, const struct tile * t, int h, i
     }
 }
 
+// what the queries of visibility blocks b0..b1 see of a sub, all together
+static uint8_t block_class(const struct kvt_job * j, size_t b0, size_t b1, size_t sub) {
+    const uint8_t first = kvt_vis_row(j->vis, b0)[sub];
+    for (size_t b = b0 + 1; b <= b1; b++) {
+        if (kvt_vis_row(j->vis, b)[sub] != first) return KVT_VIS_MIXED;
+    }
+    return first;
+}
+
+static bool group_sees(const struct kvt_job * j, const struct tile * t, int64_t row0, int n_valid_rows) {
+    const size_t b0 = (size_t) (row0/j->n_group)/KVT_VIS_BLOCK, b1 = (size_t) ((row0 + n_valid_rows - 1)/j->n_group)/KVT_VIS_BLOCK;
+    for (int i = 0; i < t->n_subs; i++) {
+        if (block_class(j, b0, b1, t->sub[i]) != KVT_VIS_NONE) return true;
+    }
+    return false;
+}
+
 // the tile against the row groups g0 .. g1-1 of KV head h
 static void do_tile(const struct prefill * p, struct tile * t, int h, int split, size_t g0, size_t g1) {
     const struct kvt_job * j = p->j;
@@ -117,6 +135,7 @@ static void do_tile(const struct prefill * p, struct tile * t, int h, int split,
     for (size_t g = g0; g < g1; g++) {
         const int64_t row0 = (int64_t) g*KVT_ROW_GROUP;
         const int n_valid_rows = j->n_rows - row0 < KVT_ROW_GROUP ? (int) (j->n_rows - row0) : KVT_ROW_GROUP;
+        if (t->any_mixed && !group_sees(j, t, row0, n_valid_rows)) continue;
         const float * q = p->q_pack + ((size_t) h*p->n_groups + g)*d_k*KVT_ROW_GROUP;
         for (int i = 0; i < t->n_subs; i++) {
             j->k->gemm_scores(q, t->k + (size_t) i*d_k*KVT_SUB, d_k, t->s + i*KVT_SUB, KVT_TILE_TOKENS);
@@ -134,18 +153,9 @@ static void do_tile(const struct prefill * p, struct tile * t, int h, int split,
     t->any_mixed = false;
 }
 
-// what the rows of a block see of a sub, all together
-static uint8_t block_class(const struct kvt_job * j, size_t b0, size_t b1, size_t sub) {
-    const uint8_t first = kvt_vis_row(j->vis, b0)[sub];
-    for (size_t b = b0 + 1; b <= b1; b++) {
-        if (kvt_vis_row(j->vis, b)[sub] != first) return KVT_VIS_MIXED;
-    }
-    return first;
-}
-
 static void do_task(struct prefill * p, struct tile * t, int h, size_t block, int split) {
     const struct kvt_job * j = p->j;
-    const size_t g0 = block*GROUPS_PER_BLOCK, g1 = g0 + GROUPS_PER_BLOCK < p->n_groups ? g0 + GROUPS_PER_BLOCK : p->n_groups;
+    const size_t g0 = block*p->groups_per_block, g1 = g0 + p->groups_per_block < p->n_groups ? g0 + p->groups_per_block : p->n_groups;
     const int64_t row_last = (int64_t) g1*KVT_ROW_GROUP < j->n_rows ? (int64_t) g1*KVT_ROW_GROUP - 1 : j->n_rows - 1;
     const size_t b0 = (size_t) ((int64_t) g0*KVT_ROW_GROUP/j->n_group)/KVT_VIS_BLOCK, b1 = (size_t) (row_last/j->n_group)/KVT_VIS_BLOCK;
     size_t c0 = p->split_pages*split, c1 = c0 + p->split_pages;
@@ -303,7 +313,8 @@ static int prepare(struct prefill * p) {
     struct kvt_job * j = p->j;
     const struct kvt_geometry * geo = &j->op->geo;
     p->n_groups = (size_t) (j->n_rows + KVT_ROW_GROUP - 1)/KVT_ROW_GROUP;
-    p->n_blocks = (p->n_groups + GROUPS_PER_BLOCK - 1)/GROUPS_PER_BLOCK;
+    p->groups_per_block = p->n_groups*geo->n_head_kv >= MANY_GROUPS ? 2*GROUPS_PER_BLOCK : GROUPS_PER_BLOCK;
+    p->n_blocks = (p->n_groups + p->groups_per_block - 1)/p->groups_per_block;
     // few tasks: let several threads share a block, each with a part of the pages
     const size_t n_tasks = p->n_blocks*geo->n_head_kv, n_chunks = (j->n_pages + CHUNK - 1)/CHUNK;
     size_t wanted = 1;

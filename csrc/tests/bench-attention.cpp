@@ -1,6 +1,6 @@
 // Micro-benchmark of attention over pages. Not a test: prints times, asserts nothing.
 //   bench-attention decode|prefill|bandwidth [--isa NAME] [--fmt NAME] [--threads N] [--tokens N] [--layers N]
-//                   [--heads-kv N] [--group N] [--d N] [--queries N] [--page-tokens N] [--mass] [--reps N] [--cpu-time]
+//                   [--heads-kv N] [--group N] [--d N] [--queries N] [--page-tokens N] [--mass] [--mla] [--reps N] [--cpu-time]
 // --cpu-time counts the processor time of the calling thread instead of the clock: for one thread on a busy machine.
 
 #include <algorithm>
@@ -18,7 +18,8 @@
 struct options {
     std::string what = "decode", isa, fmt;
     int threads = 1, tokens = 8000, layers = 30, heads_kv = 3, group = 3, d = 64, queries = 512, page_tokens = 32, reps = 7;
-    bool mass = false;
+    bool mass = false, mla = false;
+    int d_v_out() const { return mla ? d/9*8 : d; }   // of MLA: 512 of 576
 };
 
 static bool g_cpu_time = false;
@@ -39,6 +40,7 @@ static options parse(int argc, char ** argv) {
     for (int i = 2; i < argc; i++) {
         const std::string a = argv[i];
         if (a == "--cpu-time") { g_cpu_time = true; continue; }
+        if (a == "--mla") { o.mla = true; continue; }
         if (a == "--mass") { o.mass = true; continue; }
         const char * v = i + 1 < argc ? argv[++i] : "";
         if      (a == "--isa")         o.isa = v;
@@ -63,7 +65,7 @@ struct layers {
     std::vector<memory_pages *> mem;
     kvt_geometry geo;
 
-    layers(const options & o, kvt_format fmt, int n_layers) : geo { o.heads_kv, o.d, o.d, o.page_tokens } {
+    layers(const options & o, kvt_format fmt, int n_layers) : geo { o.heads_kv, o.d, o.mla ? 0 : o.d, o.page_tokens } {
         kvt_page_layout l;
         if (kvt_page_layout_init(&l, &geo, fmt, fmt) != 0) { fprintf(stderr, "format cannot hold %d channels\n", o.d); exit(2); }
         const size_t n_pages = (size_t) (o.tokens + o.page_tokens - 1)/o.page_tokens;
@@ -75,7 +77,7 @@ struct layers {
         std::normal_distribution<float> normal;
         for (int t = 0; t < o.page_tokens; t++) for (kvt_part part : { KVT_PART_K, KVT_PART_V }) {
             for (float & x : row) x = normal(rng);
-            kvt_page_put_f32(&l, one.data(), part, t, row.data());
+            if (part == KVT_PART_K || geo.d_v) kvt_page_put_f32(&l, one.data(), part, t, row.data());
         }
         for (int i = 0; i < n_layers; i++) {
             memory_pages * m = new memory_pages(n_pages);
@@ -107,11 +109,11 @@ struct buffers {
         mask.assign((size_t) n_queries*o.tokens, 0);
         for (int i = 0; i < n_queries; i++) for (int t = 0; t < o.tokens; t++) if (t > o.tokens - n_queries + i) mask[(size_t) i*o.tokens + t] = 0xfc00;
         memset(&op, 0, sizeof(op));
-        op.geo = geo; op.d_v_out = o.d; op.n_head_q = heads; op.n_queries = n_queries; op.n_kv = o.tokens;
+        op.geo = geo; op.d_v_out = o.d_v_out(); op.n_head_q = heads; op.n_queries = n_queries; op.n_kv = o.tokens;
         op.scale = 1.0f/std::sqrt((float) o.d);
         op.q = (const char *) q.data(); op.q_nb_head = o.d*sizeof(float); op.q_nb_query = op.q_nb_head*heads;
         op.mask = (const char *) mask.data(); op.mask_nb_query = o.tokens*sizeof(uint16_t);
-        op.dst = (char *) dst.data(); op.dst_nb_head = op.q_nb_head; op.dst_nb_query = op.q_nb_query;
+        op.dst = (char *) dst.data(); op.dst_nb_head = o.d_v_out()*sizeof(float); op.dst_nb_query = op.dst_nb_head*heads;
         kvt_visibility_create(&vis);
         kvt_visibility_compute(vis, op.mask, op.mask_nb_query, o.tokens, n_queries, o.threads);
         op.vis = vis;
@@ -153,7 +155,7 @@ static void prefill(const options & o, kvt_format fmt, const char * isa, kvt_att
         if (kvt_attention_run(a, &b.op) != 0) exit(1);
         if (r) t.push_back(now() - t0);
     }
-    const double pairs = (double) o.queries*(o.tokens - o.queries) + 0.5*o.queries*(o.queries + 1.0), flop = pairs*o.heads_kv*o.group*4*o.d, sec = median(t);
+    const double pairs = (double) o.queries*(o.tokens - o.queries) + 0.5*o.queries*(o.queries + 1.0), flop = pairs*o.heads_kv*o.group*2*(o.d + o.d_v_out()), sec = median(t);
     printf("prefill %-10s %-5s threads %d: %8.2f ms  %7.1f GFLOP/s  (best %.1f)\n", isa, kvt_format_name(fmt), o.threads, sec*1e3, flop/sec*1e-9, flop/best(t)*1e-9);
 }
 

@@ -227,6 +227,22 @@ static void errors_unpin(kvt_attention * a) {
     }
 }
 
+// neither the number of threads nor what had to be read changes a bit
+static void same_bits(kvt_attention * a) {
+    for (int nq : { 1, 4, 40, 200 }) for (kvt_format f : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0 }) {
+        std::vector<float> first;
+        for (int threads : { 1, 2, 5 }) for (int every : { 0, 1, 3 }) {
+            scenario c = BASE;
+            c.n_kv = 2100; c.n_queries = nq; c.fmt_k = c.fmt_v = f; c.n_threads = threads; c.missing_every = every;
+            problem p(c, 11);
+            kvt_attention_set_n_threads(a, threads);
+            CHECK(kvt_attention_run(a, &p.op) == 0);
+            if (first.empty()) first = p.dst;
+            CHECK_MSG(memcmp(first.data(), p.dst.data(), first.size()*sizeof(float)) == 0, "%s: other bits", describe(c, kvt_isa_active()).c_str());
+        }
+    }
+}
+
 static void bad_operations(kvt_attention * a) {
     const auto refuse = [a](void (*spoil)(kvt_attention_op &)) {
         problem p(BASE, 9);
@@ -257,6 +273,7 @@ int main(int argc, char ** argv) {
         std::fill(g_worst, g_worst + KVT_FORMAT_COUNT, 0.0);
         for (const scenario & c : all) run(a, c, isas[i], seed++);
         errors_unpin(a);
+        same_bits(a);
         bad_operations(a);
         printf("%-11s %zu cases, largest relative error per key format:", isas[i], all.size());
         for (int f = 0; f < KVT_FORMAT_COUNT; f++) printf(" %s %.1e", kvt_format_name((kvt_format) f), g_worst[f]);

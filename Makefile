@@ -74,7 +74,7 @@ $(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp $(SOURCES)
 	touch $@
 
 $(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
-	$(PIP) install --quiet 'ruff>=0.6' 'mypy>=1.11' types-cffi types-psutil
+	$(PIP) install --quiet 'ruff>=0.6,<=0.17.6' 'mypy>=1.11,<=2.4.1' types-cffi types-psutil
 	touch $@
 
 build/CMakeCache.txt: third_party/llama.cpp/.kvtier-stamp

@@ -3,10 +3,6 @@
 
 #include <cstring>
 
-static uint32_t pages_per_stream(const kvt_array_params & p) {
-    return (p.cells_per_stream + p.geo.page_tokens - 1)/p.geo.page_tokens;
-}
-
 int kvt_domain_state::open(const kvt_settings & settings, std::shared_ptr<kvt_domain_state> * out) {
     std::shared_ptr<kvt_domain_state> dom(new kvt_domain_state);
     dom->m_settings = settings;
@@ -161,17 +157,10 @@ int kvt_domain_state::evict_all() {
 
 void kvt_domain_state::read_ahead(const kvt_layer * done) {
     std::lock_guard<std::mutex> lock(m_mutex);
-    if (m_layers.size() < 2) {
-        return;
-    }
     for (size_t i = 0; i < m_layers.size(); i++) {
         if (m_layers[i].get() == done) {
             const kvt_layer * next = m_layers[(i + 1) % m_layers.size()].get();
-            const uint32_t    n    = pages_per_stream(next->params)*next->params.n_streams;
-            while (m_scratch.size() < n) {
-                m_scratch.push_back((uint32_t) m_scratch.size());
-            }
-            kvt_array_prefetch(next->array, m_scratch.data(), n);
+            kvt_array_prefetch(next->array, next->seen.data(), next->seen.size());
             return;
         }
     }

@@ -22,6 +22,7 @@ struct kvt_layer {
     kvt_array_params params;
     kvt_mass *       mass  = nullptr;
     kvt_page_source  source;
+    std::vector<uint32_t> seen;   // the pages that its last attention read: what the next step will want
 };
 
 struct kvt_offload { kvt_offload_fn on_leave, on_return; void * user; };
@@ -52,6 +53,7 @@ public:
     void begin_step();
     // the layer whose attention has just run: starts the reads of the layer that comes after it
     void read_ahead(const kvt_layer * done);
+    bool has_disk() const { return m_settings.disk_bytes > 0; }
 
     int  figures(kvt_figures * out) const;
     int  layer_figures(uint32_t index, kvt_layer_figures * out) const;
@@ -78,7 +80,6 @@ private:
     std::vector<std::unique_ptr<kvt_layer>> m_layers;  // in the order in which they were first used
     std::string                             m_error;
     int                                     m_code = 0;
-    std::vector<uint32_t>                   m_scratch;
 
     kvt_offload m_offload = {};
 };

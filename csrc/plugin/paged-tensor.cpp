@@ -172,21 +172,22 @@ int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t
         const row_place b = place_of(dst, to->params.geo.page_tokens,   dst_row + i);
         const int64_t   n = std::min({ a.n_left, b.n_left, n_rows - i });
         held_page in, out;
-        if ((rc = in.take(from->array, a.page, KVT_READ)) != KVT_OK) {
+        const bool is_same = from->array == to->array && a.page == b.page; // a page is never held for reading and writing at once
+        if (!is_same && (rc = in.take(from->array, a.page, KVT_READ)) != KVT_OK) {
             return fail(src, rc, "cannot read a page to copy");
         }
-        const bool is_empty = !in.ref().data;
         if ((rc = out.take(to->array, b.page, KVT_WRITE)) != KVT_OK) {
             return fail(dst, rc, "cannot write a copied page");
         }
+        const kvt_page_ref & read = is_same ? out.ref() : in.ref();
         for (int64_t j = 0; j < n; j++) {
-            if (is_empty) {
+            if (!read.data) {
                 std::fill(row.begin(), row.end(), 0.0f);
                 kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, row.data());
                 continue;
             }
-            const enum kvt_format fmt = src->part == KVT_PART_K ? in.ref().layout->fmt_k : in.ref().layout->fmt_v;
-            kvt_page_get_row(in.ref().layout,  in.ref().data,  src->part, a.cell + (int32_t) j, fmt, row.data());
+            const enum kvt_format fmt = src->part == KVT_PART_K ? read.layout->fmt_k : read.layout->fmt_v;
+            kvt_page_get_row(read.layout, read.data, src->part, a.cell + (int32_t) j, fmt, row.data());
             kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, fmt, row.data());
         }
         i += n;

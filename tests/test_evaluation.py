@@ -21,6 +21,7 @@ from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, 
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate
 from kvtier.measuring.config import Configuration
 from kvtier.measuring.errors import MeasuringError
+from kvtier.measuring.text import library_text
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
 PAIRS = st.integers(2, 40).flatmap(
@@ -176,18 +177,38 @@ def test_a_text_that_is_too_short(smollm2_path: Path, tmp_path: Path) -> None:
         evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
 
 
-def test_exact_pages_are_at_the_reference(smollm2_path: Path, tmp_path: Path) -> None:
-    """F32 pages against llama.cpp's own F32 attention: two programs, closer to each other than stock f16 to either."""
+def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) -> None:
+    """With F32 weights only the cache rounds: F32 pages are llama.cpp's own F32 attention, and every format has its place."""
     lengths = ["--prefix", "300", "--tokens", "12"]
-    rows_wanted = ["--row", "kvtier f32", "--row", "stock f16"]
+    wanted = ["kvtier f32", "kvtier f16", "kvtier bf16", "kvtier q8_0", "kvtier q4_1", "kvtier q4_0", "stock f16"]
     files = ["--rows", str(tmp_path / "rows.jsonl"), "--csv", str(tmp_path / "rows.csv")]
+    rows_wanted = [word for name in wanted for word in ("--row", name)]
     arguments = [str(smollm2_path), *lengths, *rows_wanted, *files, "--json"]
     out = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert out.exit_code == 0, out.output
-    rows = {r["name"]: r for r in json.loads(out.stdout)["rows"]}
-    assert rows["kvtier f32"]["mean_kl"] < rows["stock f16"]["mean_kl"]
-    assert rows["kvtier f32"]["perplexity"] == pytest.approx(rows["stock f16"]["perplexity"], rel=0.05)
-    assert (tmp_path / "rows.csv").read_text().count("\n") == 3
+    data = json.loads(out.stdout)
+    kl = {r["name"]: r["mean_kl"] for r in data["rows"]}
+    assert list(kl) == wanted
+    assert kl["kvtier f32"] < 1e-9
+    assert kl["kvtier f32"] < kl["kvtier f16"] < kl["stock f16"]  # stock accumulates in F16
+    assert kl["kvtier f16"] < kl["kvtier bf16"] < kl["kvtier q4_0"]
+    assert kl["kvtier f16"] < kl["kvtier q8_0"] < kl["kvtier q4_1"]
+    perplexity = data["reference"]["perplexity"]
+    assert all(row["perplexity"] == pytest.approx(perplexity, rel=0.2) for row in data["rows"])
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 1 + len(wanted)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "rows.csv",
+        "rows.jsonl",
+    ]  # neither logits nor widened weights
+
+
+def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
+    plan = EvaluationPlan(smollm2_path, library_text(), 64, 4, 2, False, REFERENCE, (stock_row("f16"),))
+    file = RowFile(tmp_path / "rows.jsonl")
+    as_is = evaluate(plan, file, lambda *_: None)
+    widened = evaluate(replace(plan, f32_weights=True), file, lambda *_: None)
+    assert as_is.reference.nll != widened.reference.nll
+    assert as_is.reference.divergence.perplexity == pytest.approx(widened.reference.divergence.perplexity, rel=0.1)
 
 
 @pytest.mark.parametrize(

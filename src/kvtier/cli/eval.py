@@ -51,6 +51,13 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
     help="Tokens then fed one at a time and compared.",
 )
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
+@option(
+    "--weights",
+    type=click.Choice(["f32", "model"]),
+    default="f32",
+    help="f32: widen the weights first, in a temporary file of 4 bytes each, so that only the cache rounds. "
+    "model: use them as they are, with llama.cpp's 8-bit rounding beside them.",
+)
 @option("--row", "only", multiple=True, metavar="NAME", help="Only this row, e.g. 'kvtier q8_0'; may be repeated.")
 @option("--reference", default=REFERENCE.name, metavar="NAME", help="The row that the others are compared with.")
 @option(
@@ -77,6 +84,7 @@ def command(
     n_prefix: int,
     n_tokens: int,
     threads: int,
+    weights: str,
     only: tuple[str, ...],
     reference: str,
     rows_file: Path | None,
@@ -94,7 +102,9 @@ def command(
     if min(n_prefix, n_tokens) < 1:
         raise MeasuringError("--prefix and --tokens must be at least 1")
     rows, chosen = _chosen(only, reference)
-    plan = EvaluationPlan(find_model(model), read_text(text_file), n_prefix, n_tokens, threads, chosen, tuple(rows))
+    lengths = (n_prefix, n_tokens, threads)
+    widened = weights == "f32"
+    plan = EvaluationPlan(find_model(model), read_text(text_file), *lengths, widened, chosen, tuple(rows))
     path = rows_file or cache_dir() / "eval" / "rows.jsonl"
     with terminable(), StatusLine() as status:
 

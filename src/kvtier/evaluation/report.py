@@ -36,6 +36,7 @@ def to_json(plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
         "model": str(plan.model),
         "n_prefix": plan.n_prefix,
         "n_tokens": plan.n_tokens,
+        "f32_weights": plan.f32_weights,
         "reference": {"name": result.reference.name, "perplexity": result.reference.divergence.perplexity},
         "rows": rows,
         "failures": [{"name": name, "error": error} for name, error in result.failures],

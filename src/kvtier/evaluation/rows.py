@@ -27,9 +27,14 @@ def stock_row(kind: str) -> Configuration:
 
 
 def kvtier_row(fmt: str) -> Configuration:
-    """Pages of one format, everything in RAM. The nominal type is the same, as `kvtier run -ctk fmt` has it."""
+    """Pages of one format, everything in RAM. The nominal type is the same, as `kvtier run -ctk fmt` has it.
+
+    F32 pages are the exception: llama.cpp casts a nominal F32 cache to F16 before flash attention sees it, so theirs is
+    F16. The rows reach us in F32 either way.
+    """
     settings = KVSettings(host_type_k=fmt, host_type_v=fmt).to_native()
-    return Configuration(f"kvtier {fmt}", "kvtier", fmt, fmt, settings=settings)
+    nominal = "f16" if fmt == "f32" else fmt
+    return Configuration(f"kvtier {fmt}", "kvtier", nominal, nominal, settings=settings)
 
 
 def default_rows() -> list[Configuration]:
@@ -85,6 +90,16 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def make_folder(self) -> None:
+        """Make the file's folder where there is none. Raises MeasuringError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: OSError) -> MeasuringError:
+        return MeasuringError(f"cannot write {self.path}: {error}", "Name another file with --rows FILE.")
+
     def _lines(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
@@ -107,12 +122,12 @@ class RowFile:
     def add(self, key: str, row: RowResult) -> None:
         """Append a row, on disk when this returns. Raises MeasuringError."""
         line = json.dumps({"key": key, "row": row.to_dict()})
+        self.make_folder()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            whole = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(("\n" if whole else "") + line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            torn = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
+            with self.path.open("a", encoding="utf-8") as out:
+                out.write(("\n" if torn else "") + line + "\n")
+                out.flush()
+                os.fsync(out.fileno())
         except OSError as error:
-            raise MeasuringError(f"cannot write {self.path}: {error}", "Name another file with --rows FILE.") from None
+            raise self._refusal(error) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,18 @@ Report = Callable[[str, str, int, int], None]  # row, phase, done, total
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What to evaluate: `n_prefix` tokens in batches, then `n_tokens` one at a time."""
+    """What to evaluate: `n_prefix` tokens in batches, then `n_tokens` one at a time.
+
+    With `f32_weights` the model is used with its weights widened to F32 (in a temporary file): only then is the cache
+    the only thing that rounds, and rows differ by what the cache does rather than by chance.
+    """
 
     model: Path
     text: str
     n_prefix: int = 6000
     n_tokens: int = 500
     n_threads: int = 2
+    f32_weights: bool = True
     reference: Configuration = REFERENCE
     rows: tuple[Configuration, ...] = ()
 
@@ -48,17 +54,20 @@ class Evaluation:
 class _Run:
     def __init__(self, plan: EvaluationPlan, file: RowFile, report: Report) -> None:
         self.plan, self.file, self.report = plan, file, report
+        file.make_folder()
         self.tokens, n_ctx_train = tokenise(plan)
         self.rope = rope_for(plan.n_ctx, n_ctx_train)
         self.context = self._context()
         self.reference_key = row_key(plan.reference, {**self.context, "build": build_of(plan.reference)})
         self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
+        self.widened = file.path.with_name(f"{self.reference_key[:16]}.{os.getpid()}.f32.gguf")
 
     def _context(self) -> dict[str, Any]:
         plan = self.plan
         used = self.tokens[: plan.n_prefix + plan.n_tokens + 1]
         return {
             "model": sha256_of(plan.model),
+            "f32_weights": plan.f32_weights,
             "tokens": hashlib.sha256(json.dumps(used).encode()).hexdigest(),
             "n_prefix": plan.n_prefix,
             "n_tokens": plan.n_tokens,
@@ -67,7 +76,7 @@ class _Run:
 
     def _measure(self, config: Configuration, write: bool) -> RowResult:
         plan = self.plan
-        opening = Opening(str(plan.model), config, plan.n_ctx, plan.n_threads, rope=self.rope)
+        opening = Opening(str(self.model()), config, plan.n_ctx, plan.n_threads, rope=self.rope)
         with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
             answer = child.ask(
                 "score",
@@ -79,12 +88,21 @@ class _Run:
             )
         return RowResult.from_answer(config.name, answer)
 
+    def model(self) -> Path:
+        """The model file that is evaluated; the widened one is written when it is first needed."""
+        if not self.plan.f32_weights:
+            return self.plan.model
+        if not self.widened.exists():
+            self.report(self.plan.model.name, "widening weights", 0, 0)
+            with Child() as child:
+                child.ask("widen", source=str(self.plan.model), target=str(self.widened))
+        return self.widened
+
     def reference(self, needed: bool) -> RowResult:
         """The reference row; its logits are on disk afterwards if `needed`."""
         found = self.file.find(self.reference_key)
         if found is not None and (self.logits.exists() or not needed):
             return found
-        self.file.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             row = self._measure(self.plan.reference, write=True)
         except BaseException:
@@ -126,6 +144,14 @@ def evaluate(plan: EvaluationPlan, file: RowFile, report: Report, keep_logits: b
     Raises MeasuringError when the reference itself cannot be measured.
     """
     run = _Run(plan, file, report)
+    try:
+        return _evaluate(run, keep_logits)
+    finally:
+        run.widened.unlink(missing_ok=True)
+
+
+def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:
+    file, plan = run.file, run.plan
     keys = {config.name: run.key(config) for config in plan.rows}
     found = {name: file.find(key) for name, key in keys.items()}
     reference = run.reference(needed=any(row is None for row in found.values()))

@@ -2,8 +2,8 @@
 
     python -m kvtier.measuring.worker
 
-Commands: open, tokenize, fill, size, threads, decode, prefill, rewind, score, bandwidth, disk, close. An error is
-answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+Commands: open, tokenize, fill, size, threads, decode, prefill, rewind, score, widen, bandwidth, disk, close. An
+error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .bandwidth import disk_bandwidth, read_bandwidth
 from .config import Opening
 from .engine import Engine
 from .errors import MeasuringError
+from .weights import widen
 
 Answer = dict[str, Any]
 
@@ -88,6 +89,10 @@ class Worker:
     def disk(self, directory: str) -> Answer:
         return {"bytes_per_s": disk_bandwidth(Path(directory))}
 
+    def widen(self, source: str, target: str) -> Answer:
+        widen(Path(source), Path(target))
+        return {}
+
     def score(self, n_prefix: int, n_tokens: int, logits: str, write: bool) -> Answer:
         from ..evaluation.scoring import score
 
@@ -119,6 +124,7 @@ _COMMANDS = frozenset(
         "rewind",
         "bandwidth",
         "disk",
+        "widen",
         "score",
         "close",
     )

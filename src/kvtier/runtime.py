@@ -25,8 +25,7 @@ DEVICE_NAME: Final = b"KVT0"
 GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}
 LOG_LINES: Final = 200
 SHOWN_LOG_LINES: Final = 8
-_LOG_LEVEL_WARN: Final = 2
-_LOG_LEVEL_CONT: Final = 5
+_WARN, _ERROR, _CONTINUED = 3, 4, 5  # ggml's log levels
 
 _load_lock = threading.Lock()
 _runtime: Runtime | None = None
@@ -64,6 +63,15 @@ class LogTail:
         api.llama_log_set(self._callback, ctypes.c_void_p())
         self._installed = True
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is passed on while the block runs."""
+        before, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = before
+
     def clear(self) -> None:
         with self._lock:
             self._lines.clear()
@@ -72,14 +80,13 @@ class LogTail:
     def problems(self) -> tuple[str, ...]:
         """The last warnings and errors, oldest first; the last lines of any kind if there were none."""
         with self._lock:
-            lines = [line for level, line in self._lines if level in (_LOG_LEVEL_WARN, _LOG_LEVEL_WARN + 1)] or [
-                line for _, line in self._lines
-            ]
+            serious = [line for level, line in self._lines if level in (_WARN, _ERROR)]
+            lines = serious or [line for _, line in self._lines]
         return tuple(lines[-SHOWN_LOG_LINES:])
 
     def _receive(self, level: int, text: bytes | None, _user_data: Any) -> None:
         with self._lock:
-            self._level = self._level if level == _LOG_LEVEL_CONT else level
+            self._level = self._level if level == _CONTINUED else level
             *whole, self._partial = (self._partial + (text or b"").decode("utf-8", "replace")).split("\n")
             self._lines.extend((self._level, line.rstrip()) for line in whole if line.strip(" ."))
         if not self.muted and self._forward is not None:
@@ -100,7 +107,8 @@ def load() -> Runtime:
         if _runtime is None:
             log.install()
             api.llama_backend_init()
-            _runtime = _load_plugin(_native.library_path())
+            with log.quiet():
+                _runtime = _load_plugin(_native.library_path())
         return _runtime
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import llama_cpp.llama_cpp as api
 import numpy as np
-from typing_extensions import Self
 
 from . import _native, gguf, runtime
 from .errors import (
@@ -22,6 +21,9 @@ from .errors import (
 )
 from .kv import CacheLease, KVCache
 from .settings import KVSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 

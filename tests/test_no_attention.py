@@ -51,7 +51,8 @@ def _tensors() -> dict[str, np.ndarray]:
     def random(*shape: int) -> np.ndarray:
         return rng.normal(0, 0.2, shape).astype(np.float32)
 
-    tensors = {"token_embd.weight": random(len(TOKENS), N_EMBD), "output_norm.weight": np.ones(N_EMBD, np.float32), "output.weight": random(len(TOKENS), N_EMBD)}
+    embedding, norm = random(len(TOKENS), N_EMBD), np.ones(N_EMBD, np.float32)
+    tensors = {"token_embd.weight": embedding, "output_norm.weight": norm, "output.weight": random(len(TOKENS), N_EMBD)}
     for i in range(N_LAYER):
         block = {
             "attn_norm.weight": np.ones(N_EMBD, np.float32), "ssm_in.weight": random(2 * D_INNER, N_EMBD), "ssm_conv1d.weight": random(D_INNER, D_CONV),

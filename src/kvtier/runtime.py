@@ -18,7 +18,7 @@ from typing import Any, Final
 import llama_cpp
 import llama_cpp.llama_cpp as api
 
-from . import _native
+from . import _native, hardware
 from .errors import KvtierError, LibraryError, LlamaError
 
 DEVICE_NAME: Final = b"KVT0"
@@ -106,10 +106,30 @@ def load() -> Runtime:
     with _load_lock:
         if _runtime is None:
             log.install()
+            _refuse_the_amx_trap()
             api.llama_backend_init()
             with log.quiet():
                 _runtime = _load_plugin(_native.library_path())
         return _runtime
+
+
+def _refuse_the_amx_trap() -> None:
+    """Raise LibraryError where llama.cpp would be killed at its first matrix product, by instructions that only seem there."""
+    if not built_with_amx() or hardware.amx_state() != "faults":
+        return
+    raise LibraryError(
+        "this machine advertises AMX, but its instructions kill the process, and llama.cpp was built to use them",
+        f'Build it again without: CMAKE_ARGS="{hardware.cmake_args()}" pip install --force-reinstall --no-cache-dir '
+        "--no-binary llama-cpp-python llama-cpp-python",
+    )
+
+
+def built_with_amx() -> bool:
+    """Whether the CPU backend of llama.cpp uses AMX."""
+    try:
+        return bool(libggml.ggml_cpu_has_amx_int8())
+    except AttributeError:  # a build that loads its CPU backends at run time, each for one kind of processor
+        return False
 
 
 def _load_plugin(path: Path) -> Runtime:

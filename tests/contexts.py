@@ -15,6 +15,10 @@ import numpy.typing as npt
 from kvtier import _native, runtime
 
 
+# cache types of llama.cpp, by ggml type number; the last three are no page formats
+TYPES = {**runtime.GGML_TYPES, "q5_0": 6, "q5_1": 7, "iq4_nl": 20}
+
+
 @dataclass(frozen=True)
 class Context:
     """A context with its model; `domain` is None on the stock cache."""
@@ -82,7 +86,7 @@ def open_context(path: Path, *, ours: bool, settings: str = "", n_ctx: int = 102
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 256
         params.n_seq_max, params.kv_unified = n_seq_max, kv_unified
         params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = runtime.GGML_TYPES[type_k]
+        params.type_k = params.type_v = TYPES[type_k]
         params.flash_attn_type = 1 if flash_attn else 0
         params.offload_kqv = True
         ctx = llama_cpp.llama_init_from_model(model, params)

@@ -102,3 +102,15 @@ def test_without_flash_attention(smollm2_path: Path) -> None:
         tokens = stock.tokenize(source_text(), 500)
         assert kl(append(stock, tokens), append(ours, tokens)) < 0.02
         assert ours.domain is not None and ours.domain.figures().n_fallback > 0
+
+
+@pytest.mark.parametrize("type_k", ["q5_0", "q5_1", "iq4_nl"])
+def test_nominal_types_that_are_no_page_format(smollm2_path: Path, type_k: str) -> None:
+    """llama.cpp's other cache types are kept in Q8_0 pages, never worse than what was asked for."""
+    with open_context(smollm2_path, ours=False) as stock, open_context(smollm2_path, ours=True, type_k=type_k) as ours:
+        tokens = stock.tokenize(source_text(), 500)
+        assert kl(append(stock, tokens), append(ours, tokens)) < 0.1
+        assert ours.domain is not None
+        figures = ours.domain.figures()
+        assert figures.n_fallback == 0
+        assert figures.tiers["host"].bytes_by_format["q8_0"] > 0

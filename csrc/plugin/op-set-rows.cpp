@@ -8,11 +8,18 @@ static bool is_index(ggml_type type) {
     return type == GGML_TYPE_I64 || type == GGML_TYPE_I32;
 }
 
+static bool is_whole_rows(const kvt_root * root, const ggml_tensor * op) {
+    return root && op->nb[1] == root->row_bytes && op->ne[0] == root->n_embd;
+}
+
 bool kvt_set_rows_supported(const ggml_tensor * op) {
     const ggml_tensor * src = op->src[0];
     const ggml_tensor * idx = op->src[1];
     if (!src || !idx || src->type != GGML_TYPE_F32 || !is_index(idx->type) || src->nb[0] != sizeof(float)) {
         return false;
+    }
+    if (is_whole_rows(kvt_root_of(op), op)) {
+        return true; // whatever the nominal type: what is stored is for us to decide
     }
     const int fmt = kvt_format_of_type(op->type);
     return fmt >= 0 && kvt_format_supports((enum kvt_format) fmt, (int32_t) op->ne[0]);
@@ -94,7 +101,7 @@ enum ggml_status kvt_set_rows(ggml_tensor * op) {
     int rc;
     if (!root) {
         rc = to_plain(op);
-    } else if ((size_t) op->nb[1] == root->row_bytes && op->ne[0] == root->n_embd) {
+    } else if (is_whole_rows(root, op)) {
         rc = to_pages(root, op);
     } else {
         rc = to_bytes(root, op);

@@ -1,4 +1,4 @@
-# Everything a fresh clone needs, from nothing but Python >= 3.9, a C++ compiler, CMake and git. 'make help' lists the targets.
+# Everything a fresh clone needs, from nothing but Python >= 3.10, a C++ compiler, CMake and git. 'make help' lists the targets.
 
 PYTHON ?= python3
 JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -53,7 +53,7 @@ distclean: clean ## Remove .venv and the llama.cpp source too
 	rm -rf $(VENV) third_party/llama.cpp third_party/*.tar.gz
 
 $(VENV)/.venv-stamp:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { echo "kvtier needs Python 3.9 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvtier needs Python 3.10 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	touch $@
 

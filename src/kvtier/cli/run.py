@@ -41,6 +41,7 @@ class _Job:
     n_batch: int
     n_ubatch: int
     rope: dict[str, Any]
+    swa_full: bool
     verbose: bool
 
 
@@ -130,6 +131,11 @@ class _Job:
     metavar="TOKENS",
     help="Context that the model was trained for, with yarn.  [default: the model's]",
 )
+@option(
+    "--swa-full",
+    is_flag=True,
+    help="Keep the whole context in sliding-window layers too, not only the window. A conversation always does.",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
 @option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log.")
 def command(
@@ -151,7 +157,8 @@ def command(
     with StopFlag() as stop:
         with stop.raising():
             path = _find_model(model, hf_repo)
-        job = _job(path, settings, options)
+        # a conversation takes back the end of its context, and the window then reaches further back than it did
+        job = _job(path, settings, options, swa_full=options["swa_full"] or text is None)
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
@@ -213,7 +220,7 @@ def _find_model(model: str | None, hf_repo: str | None) -> Path:
         )
 
 
-def _job(path: Path, settings: KVSettings, options: dict[str, Any]) -> _Job:
+def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bool) -> _Job:
     from .. import gguf
 
     header = gguf.read_model(path)[0]  # before llama.cpp sees the file
@@ -237,6 +244,7 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any]) -> _Job:
         options["batch_size"],
         options["ubatch_size"],
         rope,
+        swa_full,
         options["verbose"],
     )
 
@@ -287,6 +295,7 @@ def _load(job: _Job) -> Llama:
         type_k=job.type_k,
         type_v=job.type_v,
         kv_settings=job.settings,
+        swa_full=job.swa_full,
         verbose=job.verbose,
         **job.rope,
     )

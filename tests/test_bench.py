@@ -250,20 +250,8 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     pages = tmp_path / "pages"
     pages.mkdir()
-    arguments = [
-        "--contexts",
-        "0,1k",
-        "--threads",
-        "2",
-        "--rounds",
-        "1",
-        "--prefill",
-        "1k",
-        "--kv-dir",
-        str(pages),
-        "-o",
-        str(output),
-    ]
+    sizes = ["--contexts", "0,512", "--threads", "1", "--rounds", "1", "--prefill", "512"]
+    arguments = [*sizes, "--kv-dir", str(pages), "-o", str(output)]
     out = CliRunner().invoke(command, [str(smollm2_path), *arguments], catch_exceptions=False)
     assert out.exit_code == 0, out.output
     data = json.loads(output.read_text())

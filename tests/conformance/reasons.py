@@ -28,8 +28,8 @@ REASONS = (
     Reason(
         "SET_ROWS",
         "destination types that are no page format",
-        f"pages hold {', '.join(name.upper() for name in PAGE_FORMATS)}; the other types are for weights "
-        "(or, with Q5_0, Q5_1 and IQ4_NL, lie between two page formats)",
+        f"pages hold {', '.join(name.upper() for name in PAGE_FORMATS)}, and a plain tensor of another type has no page to go through "
+        "(a cache with such a nominal type works: its pages are stored in a format of ours)",
         lambda v: v["type_dst"] not in PAGE_FORMATS,
     ),
 )

@@ -228,7 +228,8 @@ static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const vo
     }
     memcpy((char *) t->data + off, data, size);
     if (t->type == GGML_TYPE_F16) {
-        buffer->writes[t->data] = ++buffer->n_writes;
+        static std::atomic<uint64_t> n_writes{0};
+        buffer->writes[t->data] = ++n_writes;
     }
 }
 

@@ -49,9 +49,9 @@ struct kvt_buffer {
     std::vector<std::unique_ptr<kvt_root>>        roots;    // sorted by base
     std::vector<std::unique_ptr<kvt_cache_layer>> layers;
 
-    // when tensors of this buffer were last written by llama.cpp, by address: tells whether a mask is still the same
+    // when tensors of this buffer were last written by llama.cpp, by address: tells whether a mask is still the same. The
+    // counter runs through all buffers, since a freed buffer's addresses come again.
     std::unordered_map<const void *, uint64_t> writes;
-    uint64_t n_writes = 0;
 };
 
 ggml_backend_buffer_type_t kvt_buffer_type(void);

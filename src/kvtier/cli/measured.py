@@ -16,9 +16,10 @@ from ..measuring.errors import MeasuringError
 from ..models import resolve
 from ..sizes import parse_tokens
 from . import ui
+from .options import ParamType
 
 
-class NumbersParam(click.ParamType):
+class NumbersParam(ParamType):
     """A list of token counts or other whole numbers: "0,8k,32k"."""
 
     name = "numbers"

@@ -15,12 +15,12 @@ from ..sizes import parse_bytes, parse_tokens
 F = TypeVar("F", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
+    ParamType = click.ParamType[Any]
 else:
-    _ParamType = click.ParamType  # not generic before click 8.4
+    ParamType = click.ParamType  # not generic before click 8.4
 
 
-class TokensParam(_ParamType):
+class TokensParam(ParamType):
     """A number of tokens: 8192, 32k, 1.5k."""
 
     name = "tokens"
@@ -32,7 +32,7 @@ class TokensParam(_ParamType):
             self.fail(str(err), param, ctx)
 
 
-class BytesParam(_ParamType):
+class BytesParam(ParamType):
     """A number of bytes: 2GiB, 512M."""
 
     name = "bytes"
@@ -44,7 +44,7 @@ class BytesParam(_ParamType):
             self.fail(str(err), param, ctx)
 
 
-class OneOfParam(_ParamType):
+class OneOfParam(ParamType):
     """One of a few names, in any case."""
 
     def __init__(self, name: str, names: tuple[str, ...]) -> None:

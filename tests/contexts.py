@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from kvtier import _native, runtime
 
-
 # cache types of llama.cpp, by ggml type number; the last three are no page formats
 TYPES = {**runtime.GGML_TYPES, "q5_0": 6, "q5_1": 7, "iq4_nl": 20}
 
@@ -44,7 +43,7 @@ class Context:
         batch = llama_cpp.llama_batch_init(len(tokens), 0, max(len(s) for s in sequences))
         try:
             batch.n_tokens = len(tokens)
-            for i, (token, pos, seqs) in enumerate(zip(tokens, positions, sequences)):
+            for i, (token, pos, seqs) in enumerate(zip(tokens, positions, sequences, strict=True)):
                 batch.token[i] = token
                 batch.pos[i] = pos
                 batch.n_seq_id[i] = len(seqs)

@@ -179,7 +179,7 @@ def _reuse_prefix(llm: llama_cpp.Llama, prompt: Sequence[int]) -> int:
     At least one token is left to evaluate, so that there are logits to sample from.
     """
     n = 0
-    for cached, wanted in zip(llm.input_ids[: llm.n_tokens].tolist(), prompt[:-1]):
+    for cached, wanted in zip(llm.input_ids[: llm.n_tokens].tolist(), prompt[:-1], strict=False):
         if cached != wanted:
             break
         n += 1

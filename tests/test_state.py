@@ -13,6 +13,7 @@ import pytest
 
 from kvtier import Llama
 
+from .test_sequences import kl
 from .texts import source_text
 
 CONTEXT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 256, "verbose": False}
@@ -86,13 +87,11 @@ def test_full_state_in_a_new_process(smollm2_path: Path, tmp_path: Path, type_k:
     paths["state"].write_bytes(state)
     subprocess.run([sys.executable, "-c", RESTORE, str(smollm2_path), *map(str, paths.values()), str(tokens[7]), str(n_past), type_k],
                    check=True, cwd=Path(__file__).parent.parent)
-    assert kv_part(paths["again"].read_bytes()) == kv_part(state)
-    np.testing.assert_allclose(np.load(paths["logits.npy"]), expected, rtol=1e-4, atol=1e-4)
-
-
-def kv_part(state: bytes) -> bytes:
-    """The state without its output section (logits of the last batch), whose buffer is not part of the cache."""
-    return state[-1_000_000:]
+    assert paths["again"].read_bytes() == state
+    if fragmented:  # llama.cpp restores the cells without the gaps: other pages, so other partial sums
+        assert kl(expected[None], np.load(paths["logits.npy"])[None]) < 0.05
+    else:
+        np.testing.assert_array_equal(np.load(paths["logits.npy"]), expected)
 
 
 def test_one_sequence_moves_to_another(smollm2_path: Path) -> None:

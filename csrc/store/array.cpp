@@ -317,6 +317,9 @@ void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n) 
     }
     kvt_store * s = a->store;
     store_lock lk(s->mutex);
+    if (s->read_us < KVT_READ_US_FAST) {
+        return;
+    }
     store_guard([&] {
         store_add_ahead(s, a, pages, n);
         return KVT_ERR_OK;

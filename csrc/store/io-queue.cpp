@@ -2,12 +2,13 @@
 
 #include "store-internal.h"
 
-#include <pthread.h>
-
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <new>
 #include <system_error>
+
+#include <pthread.h>
 
 // --- one read ----------------------------------------------------------------------------------------------------
 
@@ -23,12 +24,15 @@ int store_read_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
     lk.unlock();
 
     std::string err;
-    const int r = kvt_slot_read(s->file, id, l, data, slot_off(a, page), crc, &err);
+    const auto t0 = std::chrono::steady_clock::now();
+    const int  r  = kvt_slot_read(s->file, id, l, data, slot_off(a, page), crc, &err);
+    const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count();
     if (r == KVT_ERR_OK && admit && hooks.on_return) {
         hooks.on_return(hooks.ctx, id, a->params.layer, KVT_TIER_DISK, data, l.page_bytes, l.fmt_k, l.fmt_v);
     }
 
     lk.lock();
+    s->read_us += (std::min(us, KVT_READ_US_SLOW) - s->read_us)/16;
     s->n_reading--;
     p.io = IO_NONE;
     if (r != KVT_ERR_OK) {

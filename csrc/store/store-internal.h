@@ -67,6 +67,12 @@ struct kvt_array {
 static const uint8_t LAYOUT_HOST = 0;
 static const uint8_t LAYOUT_DISK = 1;
 
+// A read that the system answers from its own cache costs less than to hand it to a worker and wait for its answer, all
+// the more where the workers share their processors with spinning compute threads. Reads this fast are left to whoever
+// needs the page.
+static const double KVT_READ_US_FAST = 40.0;
+static const double KVT_READ_US_SLOW = 1000.0;
+
 struct file_range { int64_t base; uint64_t n_bytes; };
 struct victim     { kvt_page_id id; uint64_t last_use; };  // as it was when chosen
 
@@ -87,6 +93,7 @@ struct kvt_store {
     std::vector<std::thread> workers;
     bool                     stop = false;
     size_t                   n_reading = 0, n_writing = 0;  // n_writing counts queued writes too
+    double                   read_us = KVT_READ_US_SLOW;    // running mean of what one read takes
 
     slab_pool    slabs;
     transit_pool transit;

@@ -214,9 +214,9 @@ def _type_name(argument: str, value: int | str | None) -> str | None:
 
 
 def _ggml_type(value: int | str | None) -> int:
-    if value is None:
-        return runtime.GGML_TYPES["f16"]
-    return runtime.GGML_TYPES[value.lower()] if isinstance(value, str) else int(value)
+    """The nominal type that llama.cpp sees. F32 pages go under a nominal F16: an F32 cache it would cast to F16 as a whole, at every step."""
+    number = runtime.GGML_TYPES[value.lower()] if isinstance(value, str) else value
+    return runtime.GGML_TYPES["f16"] if number is None or number == runtime.GGML_TYPES["f32"] else int(number)
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:

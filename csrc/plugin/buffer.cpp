@@ -183,15 +183,10 @@ static void * buffer_get_base(ggml_backend_buffer_t b) {
     return buffer->base ? buffer->base : nowhere;
 }
 
-static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor * t) {
-    kvt_buffer * buffer = static_cast<kvt_buffer *>(b->context);
-    if (t->view_src || strncmp(t->name, "cache_", 6) != 0 || !buffer->base) {
-        return GGML_STATUS_SUCCESS;
-    }
+static enum ggml_status init_cache_tensor(kvt_buffer * buffer, const ggml_tensor * t) {
     kvt_part    part;
     int         layer;
     std::string key;
-    buffer->is_cache = true;
     if (!parse_cache_name(t->name, &part, &layer, &key)) {
         return GGML_STATUS_SUCCESS;
     }
@@ -203,40 +198,73 @@ static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor 
     return GGML_STATUS_SUCCESS;
 }
 
-// ggml's byte access has no way to report an error, so a failure is kept: the domain remembers its text, and the next
-// graph that touches the cache fails with it.
-static void note_failure(kvt_root * root, int rc) {
-    if (rc != KVT_OK) {
-        root->buffer->domain->fail_later(rc);
+static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t b, ggml_tensor * t) {
+    kvt_buffer * buffer = static_cast<kvt_buffer *>(b->context);
+    if (t->view_src || strncmp(t->name, "cache_", 6) != 0 || !buffer->base) {
+        return GGML_STATUS_SUCCESS;
     }
+    buffer->is_cache = true;
+    try {
+        return init_cache_tensor(buffer, t);
+    } catch (const std::bad_alloc &) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+}
+
+// ggml's byte access has no way to report an error: it is logged at once and kept, so that the next graph that touches these
+// caches fails with it. No exception may cross into ggml either.
+template <typename F>
+static int guarded(kvt_root * root, F access) {
+    int rc;
+    try {
+        rc = access();
+    } catch (const std::bad_alloc &) {
+        rc = root->buffer->domain->fail(KVT_ERR_NOMEM, "byte access to the cache");
+    }
+    if (rc != KVT_OK) {
+        kvt_log_error("kvtier: %s: %s\n", kvt_error_name(rc), kvt_fail_text());
+        root->buffer->pending = rc;
+    }
+    return rc;
 }
 
 static void buffer_memset_tensor(ggml_backend_buffer_t b, ggml_tensor * t, uint8_t value, size_t off, size_t size) {
     GGML_UNUSED(b);
     if (kvt_root * root = kvt_root_of(t)) {
-        note_failure(root, kvt_paged_fill(root, (char *) t->data - root->base + off, size, value));
+        guarded(root, [&] { return kvt_paged_fill(root, (char *) t->data - root->base + off, size, value); });
         return;
     }
     memset((char *) t->data + off, value, size);
 }
 
+// Masks are F16. Without memory for the note the mask counts as never written, and is looked at anew by every layer.
+static void note_write(kvt_buffer * buffer, const void * address) {
+    static std::atomic<uint64_t> n_writes{0};
+    try {
+        buffer->writes[address] = ++n_writes;
+    } catch (const std::bad_alloc &) {
+        buffer->writes.clear();
+    }
+}
+
 static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void * data, size_t off, size_t size) {
     kvt_buffer * buffer = static_cast<kvt_buffer *>(b->context);
     if (kvt_root * root = kvt_root_of(t)) {
-        note_failure(root, kvt_paged_write(root, (char *) t->data - root->base + off, size, data));
+        guarded(root, [&] { return kvt_paged_write(root, (char *) t->data - root->base + off, size, data); });
         return;
     }
     memcpy((char *) t->data + off, data, size);
     if (t->type == GGML_TYPE_F16) {
-        static std::atomic<uint64_t> n_writes{0};
-        buffer->writes[t->data] = ++n_writes;
+        note_write(buffer, t->data);
     }
 }
 
 static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t off, size_t size) {
     GGML_UNUSED(b);
     if (kvt_root * root = kvt_root_of(t)) {
-        note_failure(root, kvt_paged_read(root, (char *) t->data - root->base + off, size, data));
+        if (guarded(root, [&] { return kvt_paged_read(root, (char *) t->data - root->base + off, size, data); }) != KVT_OK) {
+            memset(data, 0, size); // never bytes that were in that memory before
+        }
         return;
     }
     memcpy(data, (const char *) t->data + off, size);
@@ -256,21 +284,21 @@ static bool buffer_cpy_tensor(ggml_backend_buffer_t b, const ggml_tensor * src, 
     if (!g_ggml.ggml_is_contiguous(src) || s_off % s->row_bytes || d_off % d->row_bytes || size % s->row_bytes) {
         return false;
     }
-    note_failure(d, kvt_paged_copy_rows(s, s_off/s->row_bytes, d, d_off/d->row_bytes, size/s->row_bytes));
+    guarded(d, [&] { return kvt_paged_copy_rows(s, s_off/s->row_bytes, d, d_off/d->row_bytes, size/s->row_bytes); });
     return true;
 }
 
 static void buffer_clear(ggml_backend_buffer_t b, uint8_t value) {
     kvt_buffer * buffer = static_cast<kvt_buffer *>(b->context);
     for (const auto & cache : buffer->layers) {
-        note_failure(cache->k ? cache->k : cache->v, kvt_paged_clear(cache.get()));
+        guarded(cache->k ? cache->k : cache->v, [&] { return kvt_paged_clear(cache.get()); });
     }
     char * at = buffer->base; // the ranges between the caches are plain memory
     for (const auto & root : buffer->roots) {
         memset(at, value, root->base - at);
         at = root->base + root->n_bytes;
         if (value != 0) {
-            note_failure(root.get(), kvt_paged_fill(root.get(), 0, root->n_bytes, value));
+            guarded(root.get(), [&] { return kvt_paged_fill(root.get(), 0, root->n_bytes, value); });
         }
     }
     if (at) {

@@ -7,6 +7,7 @@
 #include "domain.h"
 #include "ggml-api.h"
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,6 +45,9 @@ struct kvt_buffer {
     char * base     = nullptr;
     size_t n_bytes  = 0;
     bool   is_cache = false;                    // holds caches or recurrent states: every op on it must run here
+
+    // a failure where ggml has no way to report one (byte access): the next graph on these caches returns it
+    std::atomic<int> pending{0};
 
     std::mutex mutex;                           // guards the making of layers
     std::vector<std::unique_ptr<kvt_root>>        roots;    // sorted by base

@@ -9,8 +9,12 @@
 #include "op-set-rows.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <memory>
 #include <new>
+#include <string>
 
 #include <unistd.h>
 
@@ -34,12 +38,13 @@ static bool is_view_op(enum ggml_op op) {
 // Caches and states: whatever touches them has to run here, or the scheduler aborts. A dry run's tensors have no address
 // yet and share a buffer of size zero with the weights that the loader asks about; only the latter have dotted names.
 static bool lives_in_cache(const ggml_tensor * t) {
-    const kvt_buffer * buffer = kvt_buffer_of(t);
-    if (!buffer) {
-        return false;
+    const ggml_tensor *         root = t->view_src ? t->view_src : t;
+    const ggml_backend_buffer_t dry  = root->buffer ? root->buffer : t->buffer;
+    if (dry && dry->size == 0 && dry->buft == kvt_buffer_type()) {
+        return root->op == GGML_OP_NONE && !strchr(root->name, '.');
     }
-    const ggml_tensor * root = t->view_src ? t->view_src : t;
-    return buffer->is_cache || (!buffer->base && root->op == GGML_OP_NONE && !strchr(root->name, '.'));
+    const kvt_buffer * buffer = kvt_buffer_of(t);
+    return buffer && buffer->is_cache;
 }
 
 static bool touches_cache(const ggml_tensor * op) {
@@ -59,28 +64,28 @@ static bool is_native(const ggml_tensor * op) {
         || (op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op));
 }
 
-static enum ggml_status compute_node(backend_context * ctx, ggml_tensor * node) {
+// 0 or a negative kvt_error
+static int compute_node(backend_context * ctx, ggml_tensor * node) {
     if (node->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(node)) {
         return kvt_set_rows(node);
     }
     if (node->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(node)) {
         bool      native = true;
         const int rc     = ctx->attention.compute(node, &native);
-        if (rc != KVT_OK) {
-            kvt_log_error("kvtier: %s: %s\n", kvt_error_name(rc), kvt_fail_text());
-            return rc == KVT_ERR_NOMEM ? GGML_STATUS_ALLOC_FAILED : GGML_STATUS_FAILED;
-        }
-        if (native) {
-            return GGML_STATUS_SUCCESS;
+        if (rc != KVT_OK || native) {
+            return rc;
         }
     }
     return ctx->fallback.compute(node);
 }
 
-// A failure of an earlier byte access, which could not be reported then.
-static bool has_pending_failure(const ggml_tensor * node) {
+// A failure of an earlier byte access to the caches of this operation, which could not be reported then.
+static int take_pending(const ggml_tensor * node) {
     const kvt_root * root = kvt_root_of(node);
-    return root && root->buffer->domain->take_pending() != KVT_OK;
+    for (int i = 0; !root && i < GGML_MAX_SRC; i++) {
+        root = node->src[i] ? kvt_root_of(node->src[i]) : nullptr;
+    }
+    return root ? root->buffer->pending.exchange(KVT_OK) : (int) KVT_OK;
 }
 
 //
@@ -104,9 +109,11 @@ static enum ggml_status compute_graph(backend_context * ctx, ggml_cgraph * graph
         if (is_view_op(node->op) || g_ggml.ggml_nelements(node) == 0 || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
             continue;
         }
-        const enum ggml_status status = has_pending_failure(node) ? GGML_STATUS_FAILED : compute_node(ctx, node);
-        if (status != GGML_STATUS_SUCCESS) {
-            return status;
+        int rc = take_pending(node);
+        rc = rc == KVT_OK ? compute_node(ctx, node) : rc;
+        if (rc != KVT_OK) {
+            kvt_log_error("kvtier: %s of %s: %s: %s\n", g_ggml.ggml_op_name(node->op), node->name, kvt_error_name(rc), kvt_fail_text());
+            return rc == KVT_ERR_NOMEM ? GGML_STATUS_ALLOC_FAILED : GGML_STATUS_FAILED;
         }
     }
     return GGML_STATUS_SUCCESS;
@@ -118,6 +125,9 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgrap
     } catch (const std::bad_alloc &) {
         kvt_log_error("kvtier: out of memory\n");
         return GGML_STATUS_ALLOC_FAILED;
+    } catch (const std::exception & err) {
+        kvt_log_error("kvtier: %s\n", err.what());
+        return GGML_STATUS_FAILED;
     }
 }
 
@@ -185,15 +195,32 @@ static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * pr
     device_get_memory(dev, &props->memory_free, &props->memory_total);
 }
 
+static void log_start_failure(int rc) {
+    const char * names[8];
+    std::string  list;
+    const size_t n = kvt_isa_list(names, 8);
+    for (size_t i = 0; i < n && i < 8; i++) {
+        list += (i ? ", " : "") + std::string(names[i]);
+    }
+    const char * wanted = getenv("KVTIER_ISA");
+    kvt_log_error("kvtier: cannot start the attention: %s (KVTIER_ISA is '%s'; this processor runs %s)\n", kvt_error_message(rc), wanted ? wanted : "", list.c_str());
+}
+
 static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) {
     GGML_UNUSED(params);
-    backend_context * ctx = new (std::nothrow) backend_context;
-    if (!ctx || ctx->attention.open((int) sysconf(_SC_NPROCESSORS_ONLN)) != KVT_OK) {
-        kvt_log_error("kvtier: cannot start the attention: %s\n", kvt_fail_text());
-        delete ctx;
+    try {
+        std::unique_ptr<backend_context> ctx(new backend_context);
+        const int rc = ctx->attention.open((int) sysconf(_SC_NPROCESSORS_ONLN));
+        if (rc != KVT_OK) {
+            log_start_failure(rc);
+            return nullptr;
+        }
+        ggml_backend_t backend = new ggml_backend { /* .guid = */ backend_guid(), /* .iface = */ backend_interface, /* .device = */ dev, /* .context = */ ctx.get() };
+        ctx.release();
+        return backend;
+    } catch (const std::bad_alloc &) {
         return nullptr;
     }
-    return new ggml_backend { /* .guid = */ backend_guid(), /* .iface = */ backend_interface, /* .device = */ dev, /* .context = */ ctx };
 }
 
 static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {

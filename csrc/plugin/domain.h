@@ -45,9 +45,6 @@ public:
     int         fail(int code, const char * what);
     std::string last_error() const;
     int         last_code() const;
-    // a failure where ggml has no way to report one: the next graph on these caches returns it
-    void        fail_later(int code) { m_pending = code; }
-    int         take_pending()       { return m_pending.exchange(KVT_OK); }
 
     // called when a step of the model begins: ticks the store, and evicts if that test switch is on
     void begin_step();
@@ -71,7 +68,6 @@ private:
     kvt_domain_state() = default;
     int evict_all();
 
-    std::atomic<int> m_pending{KVT_OK};
 
     kvt_settings m_settings;
     kvt_store *  m_store = nullptr;

@@ -1,5 +1,5 @@
 #include "fallback.h"
-#include "log.h"
+#include "last-error.h"
 #include "paged-tensor.h"
 
 #include <algorithm>
@@ -127,10 +127,9 @@ static enum ggml_status run_one(ggml_backend_t cpu, ggml_tensor * node) {
     return status;
 }
 
-enum ggml_status kvt_fallback::compute(ggml_tensor * node) {
+int kvt_fallback::compute(ggml_tensor * node) {
     if (!start()) {
-        kvt_log_error("kvtier: this ggml has no CPU backend to run %s on\n", g_ggml.ggml_op_name(node->op));
-        return GGML_STATUS_FAILED;
+        return kvt_fail(KVT_ERR_UNSUPPORTED, "this ggml has no CPU backend to run %s on", g_ggml.ggml_op_name(node->op));
     }
     std::vector<gathered> all;
     cover(all, node);
@@ -141,8 +140,9 @@ enum ggml_status kvt_fallback::compute(ggml_tensor * node) {
     }
     for (gathered & g : all) {
         g.bytes.resize(g.last - g.first);
-        if (kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data()) != KVT_OK) {
-            return GGML_STATUS_FAILED;
+        const int rc = kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data());
+        if (rc != KVT_OK) {
+            return rc;
         }
         g.before = g.bytes;
         g.root->buffer->domain->n_fallback++;
@@ -162,12 +162,14 @@ enum ggml_status kvt_fallback::compute(ggml_tensor * node) {
     }
     const enum ggml_status status = run_one(m_cpu, &copy);
     if (status != GGML_STATUS_SUCCESS) {
-        return status;
+        return kvt_fail(status == GGML_STATUS_ALLOC_FAILED ? KVT_ERR_NOMEM : KVT_ERR_UNSUPPORTED, "the CPU backend could not run %s on %s",
+                g_ggml.ggml_op_name(node->op), node->name);
     }
     for (gathered & g : all) {
-        if (put_back(g) != KVT_OK) {
-            return GGML_STATUS_FAILED;
+        const int rc = put_back(g);
+        if (rc != KVT_OK) {
+            return rc;
         }
     }
-    return GGML_STATUS_SUCCESS;
+    return KVT_OK;
 }

@@ -9,7 +9,7 @@ class kvt_fallback {
 public:
     ~kvt_fallback();
     void set_n_threads(int n_threads);
-    enum ggml_status compute(ggml_tensor * node);
+    int compute(ggml_tensor * node); // 0 or a negative kvt_error
     // whether the CPU backend knows the operation
     static bool supports(const ggml_tensor * op);
 

@@ -63,28 +63,28 @@ static void * find_symbol(const std::vector<void *> & libraries, const char * na
     return dlsym(RTLD_DEFAULT, name);
 }
 
-static int check_layout() {
+static int check_layout(const kvt_ggml_api & api) {
     // a context's object header: two sizes, a link and a type
     const size_t object_size = 2*sizeof(size_t) + sizeof(void *) + 8;
-    if (g_ggml.ggml_tensor_overhead() != object_size + sizeof(ggml_tensor)) {
+    if (api.ggml_tensor_overhead() != object_size + sizeof(ggml_tensor)) {
         return kvt_fail(KVT_ERR_VERSION, "the loaded ggml %s lays tensors out in another way (%zu bytes, %zu known)",
-                g_ggml.ggml_version(), g_ggml.ggml_tensor_overhead(), object_size + sizeof(ggml_tensor));
+                api.ggml_version(), api.ggml_tensor_overhead(), object_size + sizeof(ggml_tensor));
     }
     const struct { enum ggml_op op; const char * name; } ops[] = {
         { GGML_OP_SET_ROWS, "SET_ROWS" }, { GGML_OP_FLASH_ATTN_EXT, "FLASH_ATTN_EXT" },
         { GGML_OP_VIEW,     "VIEW"     }, { GGML_OP_PERMUTE,        "PERMUTE"        },
     };
     for (const auto & it : ops) {
-        if (strcmp(g_ggml.ggml_op_name(it.op), it.name) != 0) {
+        if (strcmp(api.ggml_op_name(it.op), it.name) != 0) {
             return kvt_fail(KVT_ERR_VERSION, "the loaded ggml %s numbers its operations in another way (%d is %s, not %s)",
-                    g_ggml.ggml_version(), (int) it.op, g_ggml.ggml_op_name(it.op), it.name);
+                    api.ggml_version(), (int) it.op, api.ggml_op_name(it.op), it.name);
         }
     }
     int major = 0, minor = 0;
-    if (sscanf(g_ggml.ggml_version(), "%d.%d", &major, &minor) != 2 || major != 0 || minor < KVT_GGML_MINOR_MIN || minor > KVT_GGML_MINOR_MAX) {
+    if (sscanf(api.ggml_version(), "%d.%d", &major, &minor) != 2 || major != 0 || minor < KVT_GGML_MINOR_MIN || minor > KVT_GGML_MINOR_MAX) {
         return kvt_fail(KVT_ERR_VERSION, "ggml %s is not one of the versions this build knows (0.%d to 0.%d); "
                 "install a llama-cpp-python of the range in docs/compatibility.md",
-                g_ggml.ggml_version(), KVT_GGML_MINOR_MIN, KVT_GGML_MINOR_MAX);
+                api.ggml_version(), KVT_GGML_MINOR_MIN, KVT_GGML_MINOR_MAX);
     }
     return KVT_OK;
 }
@@ -95,16 +95,28 @@ void * kvt_ggml_symbol(const char * name) {
     return find_symbol(g_libraries, name);
 }
 
+// Everything is looked up and checked before it takes effect: another ggml that comes to load us later, and does not fit,
+// must not take the table from under the one that is running.
 int kvt_ggml_resolve(const void * caller) {
-    g_libraries = ggml_libraries(caller);
-#define KVT_GGML_FIND(fn)                                                                                        \
-    g_ggml.fn = reinterpret_cast<decltype(g_ggml.fn)>(find_symbol(g_libraries, #fn));                             \
-    if (!g_ggml.fn) {                                                                                           \
+    const std::vector<void *> libraries = ggml_libraries(caller);
+    kvt_ggml_api api = {};
+#define KVT_GGML_FIND(fn)                                                                                       \
+    api.fn = reinterpret_cast<decltype(api.fn)>(find_symbol(libraries, #fn));                                   \
+    if (!api.fn) {                                                                                              \
         return kvt_fail(KVT_ERR_VERSION, "the loaded ggml has no function %s: it is older or newer than the "   \
                 "versions this build knows (0.%d to 0.%d)", #fn, KVT_GGML_MINOR_MIN, KVT_GGML_MINOR_MAX);       \
     }
     KVT_GGML_FUNCTIONS(KVT_GGML_FIND)
     KVT_GGML_REGISTRY_FUNCTIONS(KVT_GGML_FIND)
 #undef KVT_GGML_FIND
-    return check_layout();
+    const int rc = check_layout(api);
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    if (g_ggml.ggml_version && memcmp(&g_ggml, &api, sizeof(api)) != 0) {
+        return kvt_fail(KVT_ERR_VERSION, "another ggml (%s) of this process uses the library already", g_ggml.ggml_version());
+    }
+    g_ggml      = api;
+    g_libraries = libraries;
+    return KVT_OK;
 }

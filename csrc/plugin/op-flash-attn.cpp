@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstring>
 
+static const size_t MAX_VISIBILITIES = 64;
+
 kvt_flash_attn::~kvt_flash_attn() {
-    for (auto & it : m_vis) {
-        kvt_visibility_free(it.second.vis);
-    }
+    forget_visibilities();
     kvt_attention_free(m_attention);
 }
 
@@ -199,7 +199,18 @@ int kvt_flash_attn::run_plain(ggml_tensor * op, kvt_attention_op * a) {
     return run_streams(op, a, nullptr, false, 0, pages.pages_per_stream());
 }
 
+// Masks move when graphs are planned anew, and what was worked out for old addresses is of no more use.
+void kvt_flash_attn::forget_visibilities() {
+    for (auto & it : m_vis) {
+        kvt_visibility_free(it.second.vis);
+    }
+    m_vis.clear();
+}
+
 int kvt_flash_attn::compute(ggml_tensor * op, bool * native) {
+    if (m_vis.size() > MAX_VISIBILITIES) {
+        forget_visibilities();
+    }
     const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * sinks = op->src[4];
     float params[3];
     memcpy(params, op->op_params, sizeof(params));

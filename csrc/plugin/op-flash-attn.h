@@ -26,6 +26,7 @@ private:
     int  run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root * k, bool * native);
     int  run_plain(ggml_tensor * op, kvt_attention_op * a);
     const kvt_visibility * visibility_of(const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries);
+    void forget_visibilities();
     void account(kvt_domain_state * dom);
 
     kvt_attention * m_attention = nullptr;

@@ -96,15 +96,10 @@ static int to_plain(const ggml_tensor * op) {
     });
 }
 
-enum ggml_status kvt_set_rows(ggml_tensor * op) {
+int kvt_set_rows(ggml_tensor * op) {
     kvt_root * root = kvt_root_of(op);
-    int rc;
     if (!root) {
-        rc = to_plain(op);
-    } else if (is_whole_rows(root, op)) {
-        rc = to_pages(root, op);
-    } else {
-        rc = to_bytes(root, op);
+        return to_plain(op);
     }
-    return rc == KVT_OK ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+    return is_whole_rows(root, op) ? to_pages(root, op) : to_bytes(root, op);
 }

@@ -5,5 +5,5 @@
 #include "buffer.h"
 
 // whether rows go straight to pages (a cache) or through temporary ones (a plain tensor)
-bool             kvt_set_rows_supported(const ggml_tensor * op);
-enum ggml_status kvt_set_rows(ggml_tensor * op);
+bool kvt_set_rows_supported(const ggml_tensor * op);
+int  kvt_set_rows(ggml_tensor * op); // 0 or a negative kvt_error

@@ -131,20 +131,35 @@ int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src) 
     });
 }
 
+// Whether `page` was never written: it reads as zeros, and writing zeros to it would only take memory.
+static int is_absent(kvt_array * array, uint32_t page, bool * out) {
+    kvt_page_info info;
+    const int rc = kvt_array_info(array, page, &info);
+    if (rc == KVT_OK) {
+        *out = info.tier == KVT_TIER_NONE;
+    }
+    return rc;
+}
+
 int kvt_paged_fill(kvt_root * root, size_t off, size_t size, uint8_t value) {
     if (value == 0 && !root->cache->layer) {
         return KVT_OK; // nothing was ever written: it reads as zeros
     }
+    kvt_layer * layer = nullptr;
+    int rc = kvt_cache_open(root->cache, &layer);
     const std::vector<char> row(root->row_bytes, (char) value);
-    for (size_t done = 0; done < size; ) {
-        const size_t n  = std::min(root->row_bytes - (off + done)%root->row_bytes, size - done);
-        const int    rc = kvt_paged_write(root, off + done, n, row.data());
-        if (rc != KVT_OK) {
-            return rc;
+    for (size_t done = 0; rc == KVT_OK && done < size; ) {
+        const size_t    row_off = (off + done)%root->row_bytes;
+        const row_place place   = place_of(root, layer->params.geo.page_tokens, (int64_t) ((off + done)/root->row_bytes));
+        bool            absent  = false;
+        if (value == 0 && (rc = is_absent(layer->array, place.page, &absent)) != KVT_OK) {
+            return fail(root, rc, "cannot look at a page of the cache");
         }
+        const size_t n = std::min(absent ? (size_t) place.n_left*root->row_bytes - row_off : root->row_bytes - row_off, size - done);
+        rc    = absent ? (int) KVT_OK : kvt_paged_write(root, off + done, n, row.data());
         done += n;
     }
-    return KVT_OK;
+    return rc;
 }
 
 int kvt_paged_clear(kvt_cache_layer * cache) {
@@ -156,6 +171,31 @@ int kvt_paged_clear(kvt_cache_layer * cache) {
     return fail(cache->k ? cache->k : cache->v, kvt_array_discard(array, 0, kvt_array_n_pages(array)), "cannot clear the cache");
 }
 
+// Rows within one page of each side, in the format that the source has stored.
+static int copy_within_pages(kvt_root * src, kvt_array * from, const row_place & a, kvt_root * dst, kvt_array * to, const row_place & b, int64_t n) {
+    held_page in, out;
+    int       rc;
+    const bool is_same = from == to && a.page == b.page; // a page is never held for reading and writing at once
+    if (!is_same && (rc = in.take(from, a.page, KVT_READ)) != KVT_OK) {
+        return fail(src, rc, "cannot read a page to copy");
+    }
+    if ((rc = out.take(to, b.page, KVT_WRITE)) != KVT_OK) {
+        return fail(dst, rc, "cannot write a copied page");
+    }
+    const kvt_page_ref & read = is_same ? out.ref() : in.ref();
+    std::vector<float>   row(src->n_embd); // as large as any format's row
+    for (int64_t j = 0; j < n; j++) {
+        if (!read.data) {
+            kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, row.data());
+            continue;
+        }
+        const enum kvt_format fmt = src->part == KVT_PART_K ? read.layout->fmt_k : read.layout->fmt_v;
+        kvt_page_get_row(read.layout, read.data, src->part, a.cell + (int32_t) j, fmt, row.data());
+        kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, fmt, row.data());
+    }
+    return KVT_OK;
+}
+
 int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows) {
     kvt_layer * from = src->cache->layer;
     kvt_layer * to   = nullptr;
@@ -163,36 +203,19 @@ int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t
         return kvt_paged_fill(dst, dst_row*dst->row_bytes, n_rows*dst->row_bytes, 0);
     }
     int rc = kvt_cache_open(dst->cache, &to);
-    if (rc != KVT_OK) {
-        return rc;
-    }
-    std::vector<float> row(src->n_embd); // as large as any format's row
-    for (int64_t i = 0; i < n_rows; ) {
+    for (int64_t i = 0; rc == KVT_OK && i < n_rows; ) {
         const row_place a = place_of(src, from->params.geo.page_tokens, src_row + i);
         const row_place b = place_of(dst, to->params.geo.page_tokens,   dst_row + i);
         const int64_t   n = std::min({ a.n_left, b.n_left, n_rows - i });
-        held_page in, out;
-        const bool is_same = from->array == to->array && a.page == b.page; // a page is never held for reading and writing at once
-        if (!is_same && (rc = in.take(from->array, a.page, KVT_READ)) != KVT_OK) {
-            return fail(src, rc, "cannot read a page to copy");
-        }
-        if ((rc = out.take(to->array, b.page, KVT_WRITE)) != KVT_OK) {
-            return fail(dst, rc, "cannot write a copied page");
-        }
-        const kvt_page_ref & read = is_same ? out.ref() : in.ref();
-        for (int64_t j = 0; j < n; j++) {
-            if (!read.data) {
-                std::fill(row.begin(), row.end(), 0.0f);
-                kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, row.data());
-                continue;
-            }
-            const enum kvt_format fmt = src->part == KVT_PART_K ? read.layout->fmt_k : read.layout->fmt_v;
-            kvt_page_get_row(read.layout, read.data, src->part, a.cell + (int32_t) j, fmt, row.data());
-            kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, fmt, row.data());
+        bool from_nothing = false, to_nothing = false;
+        rc = is_absent(from->array, a.page, &from_nothing);
+        rc = rc == KVT_OK ? is_absent(to->array, b.page, &to_nothing) : rc;
+        if (rc == KVT_OK && !(from_nothing && to_nothing)) {
+            rc = copy_within_pages(src, from->array, a, dst, to->array, b, n);
         }
         i += n;
     }
-    return KVT_OK;
+    return rc;
 }
 
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n) {

@@ -118,7 +118,13 @@ int kvt_settings_parse(const char * text, kvt_settings * out) {
             return kvt_fail(KVT_ERR_CONFIG, "cannot read the settings file '%s': %s", all.c_str() + 1, strerror(errno));
         }
         std::stringstream ss;
-        ss << file.rdbuf();
+        file.peek(); // a directory opens, but cannot be read
+        if (file.bad() || (file.fail() && !file.eof())) {
+            return kvt_fail(KVT_ERR_CONFIG, "cannot read the settings file '%s': is it a file?", all.c_str() + 1);
+        }
+        if (!file.eof()) {
+            ss << file.rdbuf();
+        }
         all = ss.str();
     }
     // a text of several lines is split at its lines only, so that a directory's name may hold a comma

@@ -95,6 +95,35 @@ void redirect(std::vector<gathered> & all, ggml_tensor * t, const ggml_tensor * 
     }
 }
 
+// The CPU backend rotates F32 and F16 rows and ends the process at any other type. A BF16 cache that is shifted is therefore
+// taken as F32, and rounded again afterwards.
+bool has_to_widen(const ggml_tensor * node) {
+    return node->op == GGML_OP_ROPE && node->type == GGML_TYPE_BF16;
+}
+
+void widen(gathered & g) {
+    const size_t n = g.bytes.size()/sizeof(uint16_t);
+    std::vector<char> wide(n*sizeof(float));
+    kvt_row_to_f32(KVT_FORMAT_BF16, g.bytes.data(), reinterpret_cast<float *>(wide.data()), (int64_t) n);
+    g.bytes.swap(wide);
+}
+
+void narrow(gathered & g) {
+    const size_t n = g.bytes.size()/sizeof(float);
+    std::vector<char> rounded(n*sizeof(uint16_t));
+    kvt_row_from_f32(KVT_FORMAT_BF16, reinterpret_cast<const float *>(g.bytes.data()), rounded.data(), (int64_t) n);
+    g.bytes.swap(rounded);
+}
+
+// the same elements, twice as far apart
+void widen_tensor(ggml_tensor * t, const gathered & g) {
+    t->type = GGML_TYPE_F32;
+    t->data = const_cast<char *>(g.bytes.data()) + 2*((char *) t->data - g.bytes.data());
+    for (size_t & nb : t->nb) {
+        nb *= 2;
+    }
+}
+
 // Puts back the rows that the operation changed; the others keep their stored bytes.
 int put_back(gathered & g) {
     const size_t row = g.root->row_bytes;
@@ -160,7 +189,19 @@ int kvt_fallback::compute(ggml_tensor * node) {
             copy.src[i] = node->src[i] == node ? &copy : &srcs[i];
         }
     }
+    const bool wide = has_to_widen(node) && all.size() == 1 && kvt_root_of(node) == all[0].root && kvt_root_of(node->src[0]) == all[0].root;
+    if (wide) {
+        const ptrdiff_t dst_off = (char *) copy.data - all[0].bytes.data(), src_off = (char *) srcs[0].data - all[0].bytes.data();
+        widen(all[0]);
+        copy.data    = all[0].bytes.data() + dst_off;
+        srcs[0].data = all[0].bytes.data() + src_off;
+        widen_tensor(&copy,    all[0]);
+        widen_tensor(&srcs[0], all[0]);
+    }
     const enum ggml_status status = run_one(m_cpu, &copy);
+    if (wide) {
+        narrow(all[0]);
+    }
     if (status != GGML_STATUS_SUCCESS) {
         return kvt_fail(status == GGML_STATUS_ALLOC_FAILED ? KVT_ERR_NOMEM : KVT_ERR_UNSUPPORTED, "the CPU backend could not run %s on %s",
                 g_ggml.ggml_op_name(node->op), node->name);

@@ -22,16 +22,9 @@ void store_free_host(kvt_store * s, kvt_array * a, uint32_t page) {
 
 void store_drop_host(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page) {
     page_entry & p = a->pages[page];
-    if (s->hooks.on_leave) {
-        const kvt_offload_hooks hooks = s->hooks;
-        const kvt_page_layout & l = *a->layouts[p.layout];
-        const uint8_t * data = p.f.data;
-        p.io = IO_MOVING;
-        lk.unlock();
-        hooks.on_leave(hooks.ctx, { a->id, page }, a->params.layer, KVT_TIER_DISK, data, l.page_bytes, l.fmt_k, l.fmt_v);
-        lk.lock();
-        p.io = IO_NONE;
-    }
+    p.io = IO_MOVING;
+    store_call_hook(s, lk, &kvt_offload_hooks::on_leave, a, page, *a->layouts[p.layout], p.f.data);
+    p.io = IO_NONE;
     store_free_host(s, a, page);
     p.place = PLACE_DISK;
     s->stats.n_evicted++;

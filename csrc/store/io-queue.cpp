@@ -16,7 +16,6 @@ int store_read_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
     page_entry & p = a->pages[page];
     const kvt_page_layout & l = *a->layouts[p.slot_layout];
     const kvt_page_id id = { a->id, page };
-    const kvt_offload_hooks hooks = s->hooks;
     const bool admit = !is_transit(p);
     uint8_t * data = p.f.data;
     const uint32_t crc = p.crc;
@@ -27,11 +26,11 @@ int store_read_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
     const auto t0 = std::chrono::steady_clock::now();
     const int  r  = kvt_slot_read(s->file, id, l, data, slot_off(a, page), crc, &err);
     const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count();
-    if (r == KVT_ERR_OK && admit && hooks.on_return) {
-        hooks.on_return(hooks.ctx, id, a->params.layer, KVT_TIER_DISK, data, l.page_bytes, l.fmt_k, l.fmt_v);
-    }
 
     lk.lock();
+    if (r == KVT_ERR_OK && admit) {
+        store_call_hook(s, lk, &kvt_offload_hooks::on_return, a, page, l, data);
+    }
     s->read_us += (std::min(us, KVT_READ_US_SLOW) - s->read_us)/16;
     s->n_reading--;
     p.io = IO_NONE;

@@ -107,6 +107,7 @@ struct kvt_store {
     size_t       victims_stride = 0;
     kvt_evict_policy  policy = {};
     kvt_offload_hooks hooks  = {};
+    size_t       n_in_hooks  = 0;      // calls of hooks under way
 
     uint64_t     fail_seq = 0;         // failed writes so far
     int          fail_code = 0;        // of the last one
@@ -140,6 +141,9 @@ int         store_fail  (kvt_store * s, int code, const std::string & text);
 std::string store_page_name(const kvt_array * a, uint32_t page);
 void        store_wait  (kvt_store * s, store_lock & lk);
 void        store_notify(kvt_store * s);
+typedef decltype(kvt_offload_hooks::on_leave) kvt_offload_hooks::* hook_slot;
+// Calls a hook, if it is set, without the lock. The page is in our hands meanwhile (its io), so it and its array stay.
+void        store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data);
 void        store_count_host(kvt_store * s, const kvt_page_layout & l, int sign);
 void        store_count_disk(kvt_store * s, const kvt_page_layout & l, int sign);
 void        store_note_peak (kvt_store * s);

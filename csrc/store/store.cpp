@@ -35,6 +35,39 @@ void store_notify(kvt_store * s) {
     }
 }
 
+// The hooks that this thread is inside of: a hook may cause moves of its own.
+struct hook_call {
+    kvt_store *  s;
+    store_lock & lk;
+    const hook_call * outer;
+    hook_call(kvt_store * store, store_lock & lock);
+    ~hook_call();
+};
+
+static thread_local const hook_call * t_hook = nullptr;
+
+hook_call::hook_call(kvt_store * store, store_lock & lock) : s(store), lk(lock), outer(t_hook) {
+    t_hook = this;
+    s->n_in_hooks++;
+    lk.unlock();
+}
+
+hook_call::~hook_call() {
+    lk.lock();
+    s->n_in_hooks--;
+    t_hook = outer;
+    store_notify(s);
+}
+
+void store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data) {
+    const auto   hook = s->hooks.*slot;
+    void * const ctx  = s->hooks.ctx;
+    if (hook) {
+        const hook_call call(s, lk);
+        hook(ctx, { a->id, page }, a->params.layer, KVT_TIER_DISK, data, l.page_bytes, l.fmt_k, l.fmt_v);
+    }
+}
+
 static void count_page(kvt_tier_stats & t, const kvt_page_layout & l, int sign) {
     const uint64_t n_subs = (uint64_t) l.geo.n_head_kv*(uint64_t) (l.geo.page_tokens/KVT_SUB);
     const uint64_t k = n_subs*l.k_sub_bytes;
@@ -199,7 +232,20 @@ void kvt_store_last_error(struct kvt_store * s, char * buf, size_t size) {
 
 void kvt_store_set_hooks(struct kvt_store * s, const struct kvt_offload_hooks * hooks) {
     store_lock lk(s->mutex);
+    s->hooks = kvt_offload_hooks(); // no more calls begin, so the wait ends
+    while (s->n_in_hooks > 0 && !kvt_store_in_hook(s)) {
+        store_wait(s, lk);
+    }
     s->hooks = hooks ? *hooks : kvt_offload_hooks();
+}
+
+int kvt_store_in_hook(const struct kvt_store * s) {
+    for (const hook_call * call = t_hook; call; call = call->outer) {
+        if (call->s == s) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 void kvt_store_set_policy(struct kvt_store * s, const struct kvt_evict_policy * policy) {

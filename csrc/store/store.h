@@ -93,7 +93,10 @@ void kvt_store_params_default(struct kvt_store_params * p);
 int  kvt_store_open (const struct kvt_store_params * p, struct kvt_store ** out, char * err, size_t err_size);
 void kvt_store_close(struct kvt_store * s);             // waits for I/O, frees everything, unlinks the file
 void kvt_store_last_error(struct kvt_store * s, char * buf, size_t size);
+// Blocks until no call of the old hooks is under way, so that what they use may go afterwards. From inside a hook it does
+// not wait: other threads may then still be in the old ones. Moves that happen during the change may go unreported.
 void kvt_store_set_hooks (struct kvt_store * s, const struct kvt_offload_hooks * hooks);     // NULL: none
+int  kvt_store_in_hook   (const struct kvt_store * s);  // whether this thread is inside a hook of this store
 void kvt_store_set_policy(struct kvt_store * s, const struct kvt_evict_policy * policy);     // NULL: the built-in LRU
 void kvt_store_tick      (struct kvt_store * s);        // one decode step or micro-batch has passed: the clock of last_use
 

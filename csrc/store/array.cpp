@@ -160,18 +160,22 @@ static int recall_page(kvt_array * a, store_lock & lk, uint32_t page) {
     return store_read_page(s, lk, a, page);
 }
 
-int store_recall(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page) {
-    page_entry & p = a->pages[page];
+int store_recall(kvt_store * s, store_lock & lk, kvt_page_id id) {
     for (;;) {
+        kvt_array * a = store_array(s, id.array); // may go while we wait
+        if (!a) {
+            return KVT_ERR_INVALID;
+        }
+        page_entry & p = a->pages[id.page];
         if (p.io == IO_QUEUED) {
             cancel_queued(s, p);
         }
         if (p.io != IO_NONE || (p.place == PLACE_DISK && p.pins > 0)) {
             store_wait(s, lk);
         } else if (p.place == PLACE_DISK) {
-            return recall_page(a, lk, page);
+            return recall_page(a, lk, id.page);
         } else {
-            return p.place == PLACE_HOST ? KVT_ERR_OK : store_fail(s, KVT_ERR_INVALID, store_page_name(a, page) + " cannot be moved: it has no content");
+            return p.place == PLACE_HOST ? KVT_ERR_OK : store_fail(s, KVT_ERR_INVALID, store_page_name(a, id.page) + " cannot be moved: it has no content");
         }
     }
 }

@@ -173,9 +173,10 @@ static bool drop_any_clean(kvt_store * s, store_lock & lk, size_t stride, uint64
 
 // The disk is full, but pages that stay on the host need no copy there.
 static bool give_up_a_copy(kvt_store * s, store_lock & lk) {
-    for (kvt_array * a : s->arrays) {
+    for (size_t k = 0; k < s->arrays.size(); k++) { // arrays are added and removed while the lock is let go
+        kvt_array * a = s->arrays[k];
         for (uint32_t i = 0; a && i < a->n_pages; i++) {
-            page_entry & p = a->pages[i];
+            page_entry & p = a->pages[i]; // ours while IO_MOVING, and with it the array
             if (p.place == PLACE_HOST && p.io == IO_NONE && p.slot_bytes > 0 && p.pins == 0) {
                 const uint32_t before = p.slot_bytes;
                 p.dirty = true;

@@ -1,4 +1,5 @@
-// Moves that a policy asks for.
+// Moves that a policy asks for. They name their pages by id, so an array may be removed while a move waits: no pointer to
+// an array or a page outlives a wait. While a page is in our hands (its io) its array stays.
 
 #include "store-internal.h"
 
@@ -20,10 +21,13 @@ static int wanted_layout(kvt_array * a, const kvt_move & m, uint8_t standard, ui
     return KVT_ERR_OK;
 }
 
-static void wait_for_io(kvt_store * s, store_lock & lk, const page_entry & p) {
-    while (p.io != IO_NONE && p.io != IO_QUEUED) {
+// Returns the page's array once no I/O of the page is under way; NULL: it is gone.
+static kvt_array * wait_for_io(kvt_store * s, store_lock & lk, kvt_page_id id) {
+    kvt_array * a;
+    while ((a = store_array(s, id.array)) && a->pages[id.page].io != IO_NONE && a->pages[id.page].io != IO_QUEUED) {
         store_wait(s, lk);
     }
+    return a;
 }
 
 // --- to disk -----------------------------------------------------------------------------------------------------
@@ -40,9 +44,12 @@ static int may_leave_now(kvt_array * a, uint32_t page) {
 }
 
 // The write is started here and waited for in finish_leave, so that the writes of a plan overlap.
-static int start_leave(kvt_store * s, store_lock & lk, kvt_array * a, const kvt_move & m) {
-    page_entry & p = a->pages[m.id.page];
-    wait_for_io(s, lk, p);
+static int start_leave(kvt_store * s, store_lock & lk, const kvt_move & m) {
+    kvt_array * a = wait_for_io(s, lk, m.id);
+    if (!a) {
+        return KVT_ERR_INVALID;
+    }
+    const page_entry & p = a->pages[m.id.page];
     if (p.place != PLACE_HOST) {
         return KVT_ERR_OK;
     }
@@ -67,9 +74,13 @@ static int start_leave(kvt_store * s, store_lock & lk, kvt_array * a, const kvt_
     return store_start_write(s, a, m.id.page, layout);
 }
 
-static int finish_leave(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page) {
-    page_entry & p = a->pages[page];
-    wait_for_io(s, lk, p);
+static int finish_leave(kvt_store * s, store_lock & lk, const kvt_move & m) {
+    kvt_array * a = wait_for_io(s, lk, m.id);
+    if (!a) {
+        return KVT_ERR_INVALID;
+    }
+    const uint32_t page = m.id.page;
+    const page_entry & p = a->pages[page];
     if (p.place == PLACE_DISK) {
         return KVT_ERR_OK;
     }
@@ -114,33 +125,39 @@ static int reencode(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
     return r;
 }
 
-static int come_back(kvt_store * s, store_lock & lk, kvt_array * a, const kvt_move & m) {
-    const uint32_t page = m.id.page;
-    page_entry & p = a->pages[page];
-    int r = store_recall(s, lk, a, page);
-    if (r != KVT_ERR_OK || (m.fmt_k == 255 && m.fmt_v == 255)) {
-        return r;
+static int come_back(kvt_store * s, store_lock & lk, const kvt_move & m) {
+    const int recalled = store_recall(s, lk, m.id);
+    if (recalled != KVT_ERR_OK || (m.fmt_k == 255 && m.fmt_v == 255)) {
+        return recalled;
     }
+    kvt_array * a = wait_for_io(s, lk, m.id);
+    if (!a) {
+        return KVT_ERR_INVALID;
+    }
+    const page_entry & p = a->pages[m.id.page];
     uint8_t layout = 0;
-    r = wanted_layout(a, m, p.layout, &layout);
+    const int r = wanted_layout(a, m, p.layout, &layout);
     if (r != KVT_ERR_OK || layout == p.layout) {
         return r;
     }
-    wait_for_io(s, lk, p);
     if (p.pins > 0 || p.place != PLACE_HOST) {
-        return refuse(a, page, KVT_ERR_INVALID, "it is in use");
+        return refuse(a, m.id.page, KVT_ERR_INVALID, "it is in use");
     }
-    return reencode(s, lk, a, page, layout);
+    return reencode(s, lk, a, m.id.page, layout);
 }
 
 // --- the plan ----------------------------------------------------------------------------------------------------
 
 static int check_move(kvt_store * s, const kvt_move & m) {
-    if (m.id.array >= s->arrays.size() || !s->arrays[m.id.array] || m.id.page >= s->arrays[m.id.array]->n_pages) {
+    kvt_array * a = store_array(s, m.id.array);
+    if (!a) {
+        return KVT_ERR_INVALID;
+    }
+    if (m.id.page >= a->n_pages) {
         return store_fail(s, KVT_ERR_INVALID, "there is no page " + std::to_string(m.id.page) + " of array " + std::to_string(m.id.array));
     }
     if (m.to_tier != KVT_TIER_HOST && m.to_tier != KVT_TIER_DISK) {
-        return refuse(s->arrays[m.id.array], m.id.page, KVT_ERR_UNSUPPORTED, "only the host and the disk tier take pages");
+        return refuse(a, m.id.page, KVT_ERR_UNSUPPORTED, "only the host and the disk tier take pages");
     }
     return KVT_ERR_OK;
 }
@@ -159,7 +176,7 @@ static int apply(kvt_store * s, store_lock & lk, const kvt_move * moves, size_t 
     std::vector<bool> tried(n, false);
     for (size_t i = 0; i < n; i++) {
         const bool ok = note(check_move(s, moves[i]));
-        tried[i] = ok && (moves[i].to_tier == KVT_TIER_HOST || note(start_leave(s, lk, s->arrays[moves[i].id.array], moves[i])));
+        tried[i] = ok && (moves[i].to_tier == KVT_TIER_HOST || note(start_leave(s, lk, moves[i])));
     }
     // what leaves goes first: it makes room for what comes
     for (const uint8_t tier : { (uint8_t) KVT_TIER_DISK, (uint8_t) KVT_TIER_HOST }) {
@@ -167,9 +184,7 @@ static int apply(kvt_store * s, store_lock & lk, const kvt_move * moves, size_t 
             if (!tried[i] || moves[i].to_tier != tier) {
                 continue;
             }
-            kvt_array * a = s->arrays[moves[i].id.array];
-            const bool ok = note(tier == KVT_TIER_DISK ? finish_leave(s, lk, a, moves[i].id.page) : come_back(s, lk, a, moves[i]));
-            done += ok ? 1 : 0;
+            done += note(tier == KVT_TIER_DISK ? finish_leave(s, lk, moves[i]) : come_back(s, lk, moves[i])) ? 1 : 0;
         }
     }
     if (first != KVT_ERR_OK) {

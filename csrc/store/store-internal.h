@@ -137,6 +137,7 @@ static inline int store_guard(F f) {
 // Everything below is called with the lock held; functions that take `lk` may let go of it in between.
 
 // store.cpp
+kvt_array * store_array (kvt_store * s, uint32_t id);         // NULL and the error's text: removed, or there never was one
 int         store_fail  (kvt_store * s, int code, const std::string & text);
 std::string store_page_name(const kvt_array * a, uint32_t page);
 void        store_wait  (kvt_store * s, store_lock & lk);
@@ -172,7 +173,7 @@ void store_pump_ahead    (kvt_store * s);
 void store_add_ahead     (kvt_store * s, kvt_array * a, const uint32_t * pages, size_t n);
 
 // array.cpp
-int  store_recall(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page);          // from disk to the host, to stay
+int  store_recall(kvt_store * s, store_lock & lk, kvt_page_id id);    // from disk to the host, to stay. INVALID: the array is gone
 
 // evict.cpp
 int  store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * out);

@@ -19,6 +19,14 @@ int store_fail(kvt_store * s, int code, const std::string & text) {
     return code;
 }
 
+kvt_array * store_array(kvt_store * s, uint32_t id) {
+    kvt_array * a = id < s->arrays.size() ? s->arrays[id] : nullptr;
+    if (!a) {
+        store_fail(s, KVT_ERR_INVALID, "there is no array " + std::to_string(id) + ": its cache was freed, or never there");
+    }
+    return a;
+}
+
 std::string store_page_name(const kvt_array * a, uint32_t page) {
     return "layer " + std::to_string(a->params.layer) + ", page " + std::to_string(page) + " (array " + std::to_string(a->id) + ")";
 }

@@ -136,7 +136,52 @@ static void run(size_t n_host, int32_t n_transit, int32_t n_io) {
     CHECK(dir.files().empty());
 }
 
+// Moves name their pages by id: those of an array that goes meanwhile are refused, whatever they are waiting for.
+static void arrays_come_and_go() {
+    static const uint32_t n_pages = 16;
+    temp_dir dir;
+    struct kvt_store * s = open_store(small_params(dir.path.c_str(), 2*n_pages, 2*n_pages));
+    std::atomic<uint32_t> id{0};
+    std::atomic<uint64_t> n_moved{0};
+    std::atomic<bool>     stop{false};
+    std::vector<std::thread> planners;
+    for (uint32_t seed = 0; seed < 3; seed++) {
+        planners.emplace_back([&, seed] {
+            std::mt19937 rng(seed);
+            while (!stop) {
+                std::vector<struct kvt_move> moves;
+                for (uint32_t page = 0; page < n_pages; page++) {
+                    const uint8_t fmt = rng()%2 ? 255 : KVT_FORMAT_Q8_0;
+                    moves.push_back({ { id, page }, (uint8_t) (rng()%2 ? KVT_TIER_DISK : KVT_TIER_HOST), fmt, fmt });
+                }
+                size_t n_done = 0;
+                const int r = kvt_store_apply(s, moves.data(), moves.size(), &n_done);
+                CHECK(r == KVT_ERR_OK || r == KVT_ERR_INVALID);
+                n_moved += n_done;
+            }
+        });
+    }
+    for (int i = 0; i < 100; i++) {
+        struct kvt_array * a = add_array(s, array_params(i, n_pages));
+        for (uint32_t page = 0; page < n_pages; page++) {
+            CHECK_EQ(write_page(a, page, 1), KVT_ERR_OK);
+        }
+        id = kvt_array_id(a);
+        const uint64_t n = n_moved;
+        while (n_moved < n + n_pages) {
+            std::this_thread::yield();
+        }
+        kvt_store_array_remove(a);
+    }
+    stop = true;
+    for (std::thread & t : planners) {
+        t.join();
+    }
+    kvt_store_close(s);
+}
+
 int main() {
+    arrays_come_and_go();
     run(14, 2, 1);
     run(24, 4, 2);
     run(40, 8, 3);

@@ -188,7 +188,7 @@ static int apply(kvt_store * s, store_lock & lk, const kvt_move * moves, size_t 
         }
     }
     if (first != KVT_ERR_OK) {
-        s->last_error = text;
+        store_fail(s, first, text);
     }
     *n_done = done;
     return first;

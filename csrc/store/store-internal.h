@@ -115,6 +115,7 @@ struct kvt_store {
     int          pending_error = 0;    // first failed write since the last flush
     std::string  pending_text;
     std::string  last_error;
+    int          last_code = 0;        // what last_error goes with; 0 once it has been taken
 
     kvt_store_stats stats = {};
 };

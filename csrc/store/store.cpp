@@ -16,6 +16,7 @@ const char * kvt_tier_name(enum kvt_tier tier) {
 
 int store_fail(kvt_store * s, int code, const std::string & text) {
     s->last_error = text;
+    s->last_code  = code;
     return code;
 }
 
@@ -238,6 +239,19 @@ void kvt_store_last_error(struct kvt_store * s, char * buf, size_t size) {
     }
 }
 
+void kvt_store_take_error(struct kvt_store * s, int code, char * buf, size_t size) {
+    store_lock lk(s->mutex);
+    const bool is_it = s->last_code == code;
+    snprintf(buf, size, "%s", is_it ? s->last_error.c_str() : "");
+    s->last_code = is_it ? 0 : s->last_code;
+}
+
+void kvt_store_clear_error(struct kvt_store * s) {
+    store_lock lk(s->mutex);
+    s->last_error.clear();
+    s->last_code = 0;
+}
+
 void kvt_store_set_hooks(struct kvt_store * s, const struct kvt_offload_hooks * hooks) {
     store_lock lk(s->mutex);
     s->hooks = kvt_offload_hooks(); // no more calls begin, so the wait ends
@@ -280,7 +294,7 @@ int kvt_store_flush(struct kvt_store * s) {
     }
     const int r = s->pending_error;
     if (r != KVT_ERR_OK) {
-        s->last_error    = s->pending_text;
+        store_fail(s, r, s->pending_text);
         s->pending_error = KVT_ERR_OK;
     }
     return r;

@@ -93,6 +93,10 @@ void kvt_store_params_default(struct kvt_store_params * p);
 int  kvt_store_open (const struct kvt_store_params * p, struct kvt_store ** out, char * err, size_t err_size);
 void kvt_store_close(struct kvt_store * s);             // waits for I/O, frees everything, unlinks the file
 void kvt_store_last_error(struct kvt_store * s, char * buf, size_t size);
+// The same for a caller that has just got `code` from the store, or from something else that may have asked the store:
+// "" if the store's last error was another one, or its text has been taken or cleared since.
+void kvt_store_take_error (struct kvt_store * s, int code, char * buf, size_t size);
+void kvt_store_clear_error(struct kvt_store * s);
 // Blocks until no call of the old hooks is under way, so that what they use may go afterwards. From inside a hook it does
 // not wait: other threads may then still be in the old ones. Moves that happen during the change may go unreported.
 void kvt_store_set_hooks (struct kvt_store * s, const struct kvt_offload_hooks * hooks);     // NULL: none

@@ -96,14 +96,18 @@ int          kvt_isa_set(const char * name);
 // BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.
 // Unknown keys and bad values: KVT_ERR_CONFIG, kvt_last_error names the key, the value and what is allowed.
 int  kvt_domain_open(const char * settings, kvt_domain ** out);
-void kvt_domain_close(kvt_domain * dom);           // caches still alive keep the store until they are freed
+void kvt_domain_close(kvt_domain * dom);           // caches still alive keep the store until they are freed; no callback runs any more
 int  kvt_domain_bind(kvt_domain * dom);            // caches that this thread allocates from now on; NULL: the default domain
 int  kvt_domain_figures(kvt_domain * dom, kvt_figures * out);
 int  kvt_domain_n_layers(kvt_domain * dom, uint32_t * out);
 int  kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out);
-int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use); // [n_pages] each, any may be NULL
+// The pages of a layer: [n_pages] each, any may be NULL. INVALID unless the layer at index is still `array` (see
+// kvt_domain_layer) and has at most n_max pages: nothing is written then.
+int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use);
+// Of llama.cpp's calls, which only report that they failed. A step that begins clears it; a kvt_ call's own is in kvt_last_error.
 int  kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size);   // length, 0 if there was none
 int  kvt_domain_last_code(kvt_domain * dom);                             // the code that goes with it, 0 if there was none
+// Returns when no call of the old callbacks is under way. INVALID from inside a callback. Either may be NULL.
 int  kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
 int  kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
 int  kvt_domain_evict_every_step(kvt_domain * dom, int on);              // a test switch: unprotected pages leave the host after every step

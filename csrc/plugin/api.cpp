@@ -4,12 +4,28 @@
 #include "ggml-api.h"
 #include "last-error.h"
 
-#include <cstring>
 #include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
 
 struct kvt_domain {
     std::shared_ptr<kvt_domain_state> state;
 };
+
+// No exception crosses the C ABI: what allocates or locks runs in here.
+template <typename F>
+static int guarded(F f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        return kvt_fail(KVT_ERR_NOMEM, "%s", kvt_error_message(KVT_ERR_NOMEM));
+    } catch (const std::exception & e) {
+        return kvt_fail(KVT_ERR_INVALID, "the call cannot be carried out: %s", e.what());
+    } catch (...) {
+        return kvt_fail(KVT_ERR_INVALID, "the call cannot be carried out");
+    }
+}
 
 //
 // the bound domain and the default one
@@ -38,7 +54,7 @@ static int default_domain(std::shared_ptr<kvt_domain_state> * out) {
 
 int kvt_domain_current(std::shared_ptr<kvt_domain_state> * out) {
     if (!t_is_bound) {
-        return default_domain(out);
+        return guarded([&] { return default_domain(out); });
     }
     *out = t_bound.lock();
     return *out ? KVT_OK : kvt_fail(KVT_ERR_INVALID, "the domain bound to this thread was closed");
@@ -103,11 +119,8 @@ int kvt_isa_set(const char * name) {
 // domains
 //
 
-int kvt_domain_open(const char * settings, kvt_domain ** out) {
+static int open_domain(const char * settings, kvt_domain ** out) {
     kvt_settings parsed;
-    if (is_null(out, "out")) {
-        return KVT_ERR_INVALID;
-    }
     int rc = kvt_settings_parse(settings, &parsed);
     std::shared_ptr<kvt_domain_state> state;
     if (rc == KVT_OK) {
@@ -119,7 +132,18 @@ int kvt_domain_open(const char * settings, kvt_domain ** out) {
     return rc;
 }
 
+int kvt_domain_open(const char * settings, kvt_domain ** out) {
+    return is_null(out, "out") ? (int) KVT_ERR_INVALID : guarded([&] { return open_domain(settings, out); });
+}
+
 void kvt_domain_close(kvt_domain * dom) {
+    if (!dom) {
+        return;
+    }
+    guarded([&] {
+        dom->state->disarm(); // caches may outlive the handle, but not what the callbacks use
+        return KVT_OK;
+    });
     delete dom;
 }
 
@@ -130,50 +154,65 @@ int kvt_domain_bind(kvt_domain * dom) {
 }
 
 int kvt_domain_figures(kvt_domain * dom, kvt_figures * out) {
-    return is_null(dom, "dom") || is_null(out, "out") ? (int) KVT_ERR_INVALID : dom->state->figures(out);
+    if (is_null(dom, "dom") || is_null(out, "out")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->figures(out); });
 }
 
 int kvt_domain_n_layers(kvt_domain * dom, uint32_t * out) {
     if (is_null(dom, "dom") || is_null(out, "out")) {
         return KVT_ERR_INVALID;
     }
-    *out = (uint32_t) dom->state->n_layers();
-    return KVT_OK;
+    return guarded([&] {
+        *out = (uint32_t) dom->state->n_layers();
+        return KVT_OK;
+    });
 }
 
 int kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out) {
-    return is_null(dom, "dom") || is_null(out, "out") ? (int) KVT_ERR_INVALID : dom->state->layer_figures(index, out);
+    if (is_null(dom, "dom") || is_null(out, "out")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->layer_figures(index, out); });
 }
 
-int kvt_domain_pages(kvt_domain * dom, uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) {
-    return is_null(dom, "dom") ? (int) KVT_ERR_INVALID : dom->state->pages(index, tier, fmt_k, last_use);
+int kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) {
+    if (is_null(dom, "dom")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->pages(index, array, n_max, tier, fmt_k, last_use); });
 }
 
 int kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size) {
     if (is_null(dom, "dom") || is_null(buf, "buf") || size == 0) {
         return KVT_ERR_INVALID;
     }
-    const std::string text = dom->state->last_error();
-    const size_t      n    = text.size() < size - 1 ? text.size() : size - 1;
-    memcpy(buf, text.data(), n);
-    buf[n] = '\0';
-    return (int) n;
+    return guarded([&] {
+        const std::string text = dom->state->last_error();
+        const size_t      n    = text.size() < size - 1 ? text.size() : size - 1;
+        memcpy(buf, text.data(), n);
+        buf[n] = '\0';
+        return (int) n;
+    });
 }
 
 int kvt_domain_last_code(kvt_domain * dom) {
-    return is_null(dom, "dom") ? KVT_ERR_INVALID : dom->state->last_code();
+    return is_null(dom, "dom") ? (int) KVT_ERR_INVALID : guarded([&] { return dom->state->last_code(); });
 }
 
 int kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
     if (is_null(dom, "dom")) {
         return KVT_ERR_INVALID;
     }
-    dom->state->set_offload(on_leave, on_return, user);
-    return KVT_OK;
+    return guarded([&] { return dom->state->set_offload(on_leave, on_return, user); });
 }
 
 int kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done) {
-    return is_null(dom, "dom") || is_null(pages, "pages") ? (int) KVT_ERR_INVALID : dom->state->move(array, pages, n, to_tier, n_done);
+    if (is_null(dom, "dom") || is_null(pages, "pages")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->move(array, pages, n, to_tier, n_done); });
 }
 
 int kvt_domain_evict_every_step(kvt_domain * dom, int on) {

@@ -143,7 +143,7 @@ static int make_layer(kvt_cache_layer * cache) {
     p.n_streams        = (uint32_t) root->n_streams;
     p.cells_per_stream = (uint32_t) root->n_cells;
     dom->choose_formats(p.geo, cache->k ? cache->k->nominal : -1, cache->v ? cache->v->nominal : -1, &p);
-    return dom->add_layer(p, &cache->layer);
+    return dom->add_layer(p, root->buffer, &cache->layer);
 }
 
 int kvt_cache_open(kvt_cache_layer * cache, kvt_layer ** out) {

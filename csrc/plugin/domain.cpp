@@ -1,6 +1,7 @@
 #include "domain.h"
 #include "last-error.h"
 
+#include <algorithm>
 #include <cstring>
 
 int kvt_domain_state::open(const kvt_settings & settings, std::shared_ptr<kvt_domain_state> * out) {
@@ -65,55 +66,73 @@ static void source_prefetch(void * ctx, const uint32_t * pages, size_t n) {
     kvt_array_prefetch(static_cast<kvt_array *>(ctx), pages, n);
 }
 
-int kvt_domain_state::add_layer(const kvt_array_params & params, kvt_layer ** out) {
+// Inside a hook it is held already, or by somebody who waits for that hook: the store copes without it.
+std::shared_lock<std::shared_mutex> kvt_domain_state::hold_layers() const {
+    return kvt_store_in_hook(m_store) ? std::shared_lock<std::shared_mutex>() : std::shared_lock<std::shared_mutex>(m_lifetime);
+}
+
+int kvt_domain_state::add_layer(const kvt_array_params & params, const void * owner, kvt_layer ** out) {
+    std::unique_lock<std::shared_mutex> alone(m_lifetime);
     std::unique_ptr<kvt_layer> layer(new kvt_layer);
     layer->params = params;
+    layer->owner  = owner;
     int rc = kvt_store_array_add(m_store, &params, &layer->array);
     if (rc != KVT_OK) {
         return fail(rc, "cannot add a layer's cache to the store");
     }
     rc = kvt_mass_create(&layer->mass, kvt_array_n_pages(layer->array), params.geo.page_tokens, m_settings.mass_decay);
     if (rc != KVT_OK) {
-        kvt_store_array_remove(layer->array);
         return fail(rc, "no memory for the attention statistics");
     }
     layer->source = { layer->array, source_acquire_resident, source_acquire, source_release_many, source_prefetch };
-    *out = layer.get();
+    kvt_layer * added = layer.get();
     std::lock_guard<std::mutex> lock(m_mutex);
-    m_layers.push_back(std::move(layer));
+    m_layers.push_back(std::move(layer)); // if there is no memory for it, the layer goes again
+    *out = added;
     return KVT_OK;
 }
 
 void kvt_domain_state::remove_layer(kvt_layer * layer) {
-    std::unique_ptr<kvt_layer> owned;
-    {
-        std::lock_guard<std::mutex> lock(m_mutex);
-        for (size_t i = 0; i < m_layers.size(); i++) {
-            if (m_layers[i].get() == layer) {
-                owned = std::move(m_layers[i]);
-                m_layers.erase(m_layers.begin() + i);
-                break;
-            }
+    std::unique_lock<std::shared_mutex> alone(m_lifetime);
+    std::unique_ptr<kvt_layer> owned; // goes without m_mutex: it waits for the pages' I/O
+    std::lock_guard<std::mutex> lock(m_mutex);
+    for (size_t i = 0; i < m_layers.size(); i++) {
+        if (m_layers[i].get() == layer) {
+            owned = std::move(m_layers[i]);
+            m_layers.erase(m_layers.begin() + i);
+            break;
         }
-    }
-    if (owned) {
-        kvt_store_array_remove(owned->array);
-        kvt_mass_free(owned->mass);
     }
 }
 
-int kvt_domain_state::fail(int code, const char * what) {
-    char text[768] = "";
-    kvt_store_last_error(m_store, text, sizeof(text));
-    // the general message comes first: a host program that only has the text tells the kinds of failures apart by it
+//
+// errors
+//
+
+// The store's own text if it has just failed this way, else `what`. The general message comes first: a host program that
+// only has the text tells the kinds of failures apart by it.
+static std::string failure_text(kvt_store * store, int code, const char * what) {
+    char text[768];
+    kvt_store_take_error(store, code, text, sizeof(text));
     const std::string detail  = text[0] ? text : what;
     const std::string general = kvt_error_message(code);
-    std::string       message = detail.find(general) != std::string::npos ? detail : general + ": " + detail;
+    return detail.find(general) != std::string::npos ? detail : general + ": " + detail;
+}
+
+int kvt_domain_state::fail(int code, const char * what) {
+    std::string message = failure_text(m_store, code, what);
     kvt_fail(code, "%s", message.c_str());
     std::lock_guard<std::mutex> lock(m_mutex);
     m_error = std::move(message);
     m_code  = code;
     return code;
+}
+
+void kvt_domain_state::clear_error() {
+    kvt_store_clear_error(m_store);
+    std::lock_guard<std::mutex> lock(m_mutex);
+    m_error.clear();
+    m_code = KVT_OK;
 }
 
 std::string kvt_domain_state::last_error() const {
@@ -131,6 +150,7 @@ int kvt_domain_state::last_code() const {
 //
 
 void kvt_domain_state::begin_step() {
+    clear_error();
     kvt_store_tick(m_store);
     if (evict_every_step.load(std::memory_order_relaxed)) {
         evict_all();
@@ -138,6 +158,7 @@ void kvt_domain_state::begin_step() {
 }
 
 int kvt_domain_state::evict_all() {
+    const auto held = hold_layers();
     std::vector<kvt_move> moves;
     {
         std::lock_guard<std::mutex> lock(m_mutex);
@@ -155,11 +176,39 @@ int kvt_domain_state::evict_all() {
     return rc == KVT_OK ? KVT_OK : fail(rc, "cannot evict");
 }
 
+void kvt_domain_state::remember(kvt_layer * layer, std::vector<uint32_t> pages) {
+    std::lock_guard<std::mutex> lock(m_mutex); // another cache's thread may be looking for its next layer
+    layer->seen.swap(pages);
+}
+
+// Layers are in the order of their first use. Those of one context may have several owners, which alternate (a model with
+// sliding windows has two caches); those of different contexts follow each other. So the context of a layer is its owner's
+// layers with all between them, and those of the owners that occur there.
+static void context_around(const std::vector<std::unique_ptr<kvt_layer>> & layers, size_t i, size_t * first, size_t * end) {
+    *first = i;
+    *end   = i + 1;
+    const auto is_inside = [&](const void * owner) {
+        return std::any_of(layers.begin() + *first, layers.begin() + *end, [owner](const auto & l) { return l->owner == owner; });
+    };
+    for (bool grown = true; grown;) {
+        grown = false;
+        for (size_t j = 0; j < layers.size(); j++) {
+            if ((j < *first || j >= *end) && is_inside(layers[j]->owner)) {
+                *first = std::min(*first, j);
+                *end   = std::max(*end, j + 1);
+                grown  = true;
+            }
+        }
+    }
+}
+
 void kvt_domain_state::read_ahead(const kvt_layer * done) {
     std::lock_guard<std::mutex> lock(m_mutex);
     for (size_t i = 0; i < m_layers.size(); i++) {
         if (m_layers[i].get() == done) {
-            const kvt_layer * next = m_layers[(i + 1) % m_layers.size()].get();
+            size_t first, end;
+            context_around(m_layers, i, &first, &end);
+            const kvt_layer * next = m_layers[i + 1 < end ? i + 1 : first].get(); // after the last, the next step's first
             kvt_array_prefetch(next->array, next->seen.data(), next->seen.size());
             return;
         }
@@ -232,12 +281,16 @@ int kvt_domain_state::layer_figures(uint32_t index, kvt_layer_figures * out) con
     return KVT_OK;
 }
 
-int kvt_domain_state::pages(uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const {
+int kvt_domain_state::pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const {
     std::lock_guard<std::mutex> lock(m_mutex);
     if (index >= m_layers.size()) {
         return kvt_fail(KVT_ERR_INVALID, "there is no layer %u: the caches have %zu", index, m_layers.size());
     }
     const kvt_layer & layer = *m_layers[index];
+    if (kvt_array_id(layer.array) != array || kvt_array_n_pages(layer.array) > n_max) {
+        return kvt_fail(KVT_ERR_INVALID, "layer %u is array %u with %u pages, not array %u with at most %zu: the caches have changed",
+            index, kvt_array_id(layer.array), kvt_array_n_pages(layer.array), array, n_max);
+    }
     for (uint32_t page = 0; page < kvt_array_n_pages(layer.array); page++) {
         kvt_page_info info;
         const int rc = kvt_array_info(layer.array, page, &info);
@@ -259,12 +312,14 @@ int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int
     for (size_t i = 0; i < n; i++) {
         moves[i] = { { array, pages[i] }, (uint8_t) to_tier, 255, 255 };
     }
-    size_t    done = 0;
-    const int rc   = kvt_store_apply(m_store, moves.data(), n, &done);
+    const auto held = hold_layers();
+    size_t     done = 0;
+    const int  rc   = kvt_store_apply(m_store, moves.data(), n, &done);
     if (n_done) {
         *n_done = done;
     }
-    return rc == KVT_OK ? KVT_OK : fail(rc, "a move failed");
+    // the caller learns of it at once: last_error is for failures that llama.cpp only reports as such
+    return rc == KVT_OK ? KVT_OK : kvt_fail(rc, "%s", failure_text(m_store, rc, "a move failed").c_str());
 }
 
 //
@@ -285,11 +340,20 @@ static void hook_return(void * ctx, kvt_page_id id, int32_t layer, int tier, con
     }
 }
 
-void kvt_domain_state::set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
+int kvt_domain_state::set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
+    if (kvt_store_in_hook(m_store)) {
+        return kvt_fail(KVT_ERR_INVALID, "an offload callback cannot replace the callbacks: it is one of them");
+    }
+    std::lock_guard<std::mutex> lock(m_offload_mutex);
     kvt_store_set_hooks(m_store, nullptr); // none runs while the pointers change
     m_offload = { on_leave, on_return, user };
     if (on_leave || on_return) {
         const kvt_offload_hooks hooks = { &m_offload, hook_leave, hook_return };
         kvt_store_set_hooks(m_store, &hooks);
     }
+    return KVT_OK;
+}
+
+void kvt_domain_state::disarm() {
+    kvt_store_set_hooks(m_store, nullptr);
 }

@@ -13,16 +13,26 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
 // One layer's cells of all streams, once its head geometry is known.
 struct kvt_layer {
     kvt_array *      array = nullptr;
-    kvt_array_params params;
+    kvt_array_params params = {};
     kvt_mass *       mass  = nullptr;
-    kvt_page_source  source;
-    std::vector<uint32_t> seen;   // the pages that its last attention read: what the next step will want
+    kvt_page_source  source = {};
+    const void *     owner = nullptr;  // the cache's buffer: its layers belong to one context
+    std::vector<uint32_t> seen;        // the pages that its last attention read: what the next step will want
+
+    kvt_layer() = default;
+    kvt_layer(const kvt_layer &) = delete;
+    kvt_layer & operator=(const kvt_layer &) = delete;
+    ~kvt_layer() {
+        kvt_store_array_remove(array);
+        kvt_mass_free(mass);
+    }
 };
 
 struct kvt_offload { kvt_offload_fn on_leave, on_return; void * user; };
@@ -38,25 +48,30 @@ public:
     // Formats that a layer with this geometry stores, given the nominal ones (-1: not a storage format of ours).
     void choose_formats(const kvt_geometry & geo, int nominal_k, int nominal_v, kvt_array_params * params) const;
 
-    int  add_layer(const kvt_array_params & params, kvt_layer ** out);
+    // owner: what holds this cache; only compared
+    int  add_layer(const kvt_array_params & params, const void * owner, kvt_layer ** out);
     void remove_layer(kvt_layer * layer);
 
-    // keeps the text of a failure (the store's own, if it has one) for kvt_domain_last_error; returns code
+    // keeps the text of a failure (the store's own, if the store failed just now) for kvt_domain_last_error; returns code
     int         fail(int code, const char * what);
+    void        clear_error();
     std::string last_error() const;
     int         last_code() const;
 
-    // called when a step of the model begins: ticks the store, and evicts if that test switch is on
+    // called when a step of the model begins: forgets the last error, ticks the store, and evicts if that test switch is on
     void begin_step();
-    // the layer whose attention has just run: starts the reads of the layer that comes after it
+    // the pages that this layer's attention has read
+    void remember(kvt_layer * layer, std::vector<uint32_t> pages);
+    // the layer whose attention has just run: starts the reads of the next one of the same context
     void read_ahead(const kvt_layer * done);
     bool has_disk() const { return m_settings.disk_bytes > 0; }
 
     int  figures(kvt_figures * out) const;
     int  layer_figures(uint32_t index, kvt_layer_figures * out) const;
-    int  pages(uint32_t index, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const;
+    int  pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const;
     int  move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
-    void set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
+    int  set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
+    void disarm();  // no offload callback runs any more, except one that calls this
     size_t n_layers() const;
 
     std::atomic<uint64_t> n_attention{0};
@@ -67,16 +82,19 @@ public:
 private:
     kvt_domain_state() = default;
     int evict_all();
+    std::shared_lock<std::shared_mutex> hold_layers() const;
 
 
     kvt_settings m_settings;
     kvt_store *  m_store = nullptr;
 
-    mutable std::mutex                      m_mutex;   // guards what follows
+    mutable std::shared_mutex m_lifetime;              // shared: pages move; alone: a layer comes or goes. Before m_mutex
+    mutable std::mutex                      m_mutex;   // guards what follows; never held over a wait for pages
     std::vector<std::unique_ptr<kvt_layer>> m_layers;  // in the order in which they were first used
     std::string                             m_error;
     int                                     m_code = 0;
 
+    std::mutex  m_offload_mutex;                       // one change of the callbacks at a time
     kvt_offload m_offload = {};
 };
 

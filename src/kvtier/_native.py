@@ -158,7 +158,10 @@ class Domain:
         return self._handle is not None
 
     def close(self) -> None:
-        """Close the domain; caches that still exist keep its store until they are freed. May be called twice."""
+        """Close the domain; caches that still exist keep its store until they are freed. No hook runs any more.
+
+        May be called twice.
+        """
         handle, self._handle = self._handle, None
         if handle is not None:
             _lib.kvt_domain_close(handle)
@@ -209,13 +212,19 @@ class Domain:
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
-        """Of every page of a layer: tier (index into TIERS), format of K (into FORMATS), clock of its last use; [n_pages]."""
-        n = self.layer(index).n_pages
+        """Of every page of a layer: tier (index into TIERS), format of K (into FORMATS), clock of its last use; [n_pages].
+
+        Raises NativeError if the caches change meanwhile and the layer at `index` with them.
+        """
+        layer = self.layer(index)
+        n = layer.n_pages
         tier, fmt_k, last_use = np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(n, np.uint64)
         _check(
             _lib.kvt_domain_pages(
                 self._open(),
                 index,
+                layer.array,
+                n,
                 _ffi.from_buffer("uint8_t[]", tier),
                 _ffi.from_buffer("uint8_t[]", fmt_k),
                 _ffi.from_buffer("uint64_t[]", last_use),
@@ -224,7 +233,7 @@ class Domain:
         return tier, fmt_k, last_use
 
     def last_error(self) -> NativeError | None:
-        """What went wrong last in this domain; None if nothing did."""
+        """What went wrong in the last step on this domain's caches, or since; None if nothing did."""
         code = int(_lib.kvt_domain_last_code(self._open()))
         if code == 0:
             return None
@@ -233,7 +242,10 @@ class Domain:
         return from_code(code, _text(buf) or error_message(code))
 
     def set_offload(self, on_leave: OffloadHook | None, on_return: OffloadHook | None) -> None:
-        """Call `on_leave` before a page leaves RAM, `on_return` after one came back, from any thread. None: no call."""
+        """Call `on_leave` before a page leaves RAM, `on_return` after one came back, from any thread. None: no call.
+
+        Returns once the old hooks run no more. One thread at a time; raises NativeError from inside a hook.
+        """
         leave, back = _hook(on_leave), _hook(on_return)
         _check(_lib.kvt_domain_set_offload(self._open(), leave, back, _ffi.NULL))
         self._hooks = (leave, back)  # the old ones may be dropped only now

@@ -126,7 +126,7 @@ class KVCache:
 
     @property
     def last_error(self) -> NativeError | None:
-        """What went wrong last in the store; None if nothing did."""
+        """What went wrong in the last step, or since; None if nothing did. What `move` raises is not repeated here."""
         return self._domain.last_error()
 
     def layer(self, index: int) -> LayerMass:
@@ -153,7 +153,8 @@ class KVCache:
         """Be told when a page is about to leave RAM and when one came back; None ends it.
 
         The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V.
-        They run on the library's threads and must not decode. An exception in one is printed and otherwise ignored.
+        They run on the library's threads and must not decode or change the hooks. An exception in one is printed and
+        otherwise ignored.
         """
         self._domain.set_offload(on_leave, on_return)
 

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 static const size_t MAX_VISIBILITIES = 64;
 
@@ -97,27 +98,23 @@ const kvt_visibility * kvt_flash_attn::visibility_of(const ggml_tensor * mask, i
     return entry.vis;
 }
 
-// What this step read of the layer, for the next step's read-ahead.
-static void remember_pages(kvt_layer * layer, const kvt_attention_op * a) {
+// The pages that this step reads of a stream, for the next step's read-ahead.
+static void add_pages(const kvt_attention_op * a, std::vector<uint32_t> * pages) {
     const size_t n_max = (size_t) (a->n_kv + a->geo.page_tokens - 1)/a->geo.page_tokens;
-    const size_t first = layer->seen.size();
+    const size_t first = pages->size();
     if (!a->vis) {
         return;
     }
-    layer->seen.resize(first + n_max);
-    layer->seen.resize(first + kvt_visibility_pages(a->vis, a->geo.page_tokens, layer->seen.data() + first, n_max));
-    for (size_t i = first; i < layer->seen.size(); i++) {
-        layer->seen[i] += a->page_first;
+    pages->resize(first + n_max);
+    pages->resize(first + kvt_visibility_pages(a->vis, a->geo.page_tokens, pages->data() + first, n_max));
+    for (size_t i = first; i < pages->size(); i++) {
+        (*pages)[i] += a->page_first;
     }
 }
 
-int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, bool has_disk, uint32_t page_first, uint32_t page_stride) {
+int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen, uint32_t page_first, uint32_t page_stride) {
     const ggml_tensor * q = op->src[0], * mask = op->src[3];
     a->mass = layer ? layer->mass : nullptr;
-    const bool is_tiered = layer && has_disk;
-    if (is_tiered) {
-        layer->seen.clear();
-    }
     for (int64_t s = 0; s < q->ne[3]; s++) {
         a->page_first    = page_first + (uint32_t) s*page_stride;
         a->q             = (const char *) q->data + s*q->nb[3];
@@ -134,8 +131,8 @@ int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_laye
         if (rc != KVT_OK) {
             return rc;
         }
-        if (is_tiered) {
-            remember_pages(layer, a);
+        if (seen) {
+            add_pages(a, seen);
         }
     }
     return KVT_OK;
@@ -177,12 +174,14 @@ int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root 
     const uint32_t n_between  = k->ne[3] > 1 ? (uint32_t) (k->nb[3]/(k_root->row_bytes*k_root->n_cells)) : 1;
     a->geo    = layer->params.geo;
     a->source = &layer->source;
-    rc = run_streams(op, a, layer, dom->has_disk(), (uint32_t) k_stream*per_stream, per_stream*n_between);
+    std::vector<uint32_t> seen;
+    rc = run_streams(op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream*per_stream, per_stream*n_between);
     if (rc != KVT_OK) {
         return dom->fail(rc, "attention could not read the cache");
     }
     account(dom);
     if (dom->has_disk()) {
+        dom->remember(layer, std::move(seen));
         dom->read_ahead(layer);
     }
     return KVT_OK;
@@ -196,7 +195,7 @@ int kvt_flash_attn::run_plain(ggml_tensor * op, kvt_attention_op * a) {
     }
     a->geo    = pages.geometry();
     a->source = pages.source();
-    return run_streams(op, a, nullptr, false, 0, pages.pages_per_stream());
+    return run_streams(op, a, nullptr, nullptr, 0, pages.pages_per_stream());
 }
 
 // Masks move when graphs are planned anew, and what was worked out for old addresses is of no more use.

@@ -22,7 +22,7 @@ public:
 private:
     struct visibility { kvt_visibility * vis = nullptr; uint64_t written = 0; int64_t n_kv = 0, n_queries = 0; const void * buffer = nullptr; };
 
-    int  run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, bool has_disk, uint32_t page_first, uint32_t page_stride);
+    int  run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen, uint32_t page_first, uint32_t page_stride);
     int  run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root * k, bool * native);
     int  run_plain(ggml_tensor * op, kvt_attention_op * a);
     const kvt_visibility * visibility_of(const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries);

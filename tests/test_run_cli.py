@@ -111,6 +111,13 @@ def test_context_sizes_that_are_none(smollm2_path: Path, size: str) -> None:
     refused(kvtier("run", smollm2_path, "-p", "x", "-c", size), 2, f"'{size}'")
 
 
+@pytest.mark.parametrize("words", ["--temp nan", "--temp inf", "--top-p nan", "--min-p nan", "--rope-scale nan", "--rope-scale inf", "--rope-freq-base nan",
+                                   "--rope-freq-base 1e39", "-b 0", "-b 1048577", "-ub 1048577", "-c 16777217"])  # fmt: skip
+def test_numbers_beyond_what_can_be_computed(words: str) -> None:
+    name, value = words.split()
+    refused(kvtier("run", "smollm2", "-p", "x", name, value), 2, name, value)
+
+
 def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
     refused(kvtier("run", "smollm", "-p", "x"), 2, "smollm2", "kvtier models")
     refused(kvtier("run", tmp_path / "none.gguf", "-p", "x"), 2, "none.gguf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..figures import FORMATS
+from ..plan import MAX_TOKENS
 from ..settings import KVSettings
 from ..sizes import parse_bytes, parse_tokens
 
@@ -25,11 +27,17 @@ class TokensParam(ParamType):
 
     name = "tokens"
 
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_tokens(value)
+            n_tokens = parse_tokens(value)
         except ValueError as err:
             self.fail(str(err), param, ctx)
+        if self.most is not None and n_tokens > self.most:
+            self.fail(f"'{value}' is {n_tokens:,} tokens: take at most {self.most:,}", param, ctx)
+        return n_tokens
 
 
 class BytesParam(ParamType):
@@ -57,7 +65,20 @@ class OneOfParam(ParamType):
         return str(value).lower()
 
 
+class FiniteRange(click.FloatRange):
+    """A number that llama.cpp, which computes in 32 bits, can take: neither NaN nor infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number) or abs(number) > MAX_FLOAT32:
+            self.fail(f"'{value}' is not a finite 32-bit number: give a plain one, such as 0.5", param, ctx)
+        return number
+
+
+MAX_FLOAT32 = 3.4e38
 TOKENS = TokensParam()
+CONTEXT = TokensParam(MAX_TOKENS)
+BATCH = click.IntRange(1, 1 << 20)
 BYTES = BytesParam()
 FORMAT = OneOfParam("format", FORMATS)
 

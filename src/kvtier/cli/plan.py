@@ -17,16 +17,16 @@ from ..plan import CacheBytes, Machine, Plan, PlanRequest, command_line, make_pl
 from ..settings import KVSettings
 from ..sizes import format_bytes
 from . import ui
-from .options import FORMAT, TOKENS, option
+from .options import BATCH, CONTEXT, FORMAT, option
 
 
 @click.command("plan", context_settings={"show_default": True})
 @click.argument("model", required=False)
 @option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option("-c", "--ctx", "--ctx-size", "n_ctx", type=TOKENS, default="0", metavar="TOKENS",
+@option("-c", "--ctx", "--ctx-size", "n_ctx", type=CONTEXT, default="0", metavar="TOKENS",
         help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
-@option("-b", "--batch-size", type=click.IntRange(1), default=512, help="Most tokens that one call of llama.cpp gets.")
-@option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, help="Tokens computed together during prefill.")
+@option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets.")
+@option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
 @option("-np", "--parallel", type=click.IntRange(1, 256), default=1, help="Sequences.")
 @option("-ctk", "--cache-type-k", type=FORMAT, default="f16", metavar="FMT", help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.")
 @option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")

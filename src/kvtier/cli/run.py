@@ -16,7 +16,7 @@ import click
 from ..errors import ContextLengthError, KvtierError, UsageError
 from ..settings import KVSettings
 from . import ui
-from .options import FORMAT, TOKENS, OneOfParam, kv_options, kv_settings, option
+from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, option
 from .signals import StopFlag
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Job:
     "--ctx",
     "--ctx-size",
     "n_ctx",
-    type=TOKENS,
+    type=CONTEXT,
     default="0",
     metavar="TOKENS",
     help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
@@ -78,12 +78,12 @@ class _Job:
     type=click.IntRange(min=-1),
     help="Tokens to generate; -1: until the model ends or the context is full.  [default: 512, in a conversation -1]",
 )
-@option("--temp", type=click.FloatRange(min=0), default=0.8, help="Temperature; 0: always the most probable token.")
-@option("--top-k", type=click.IntRange(min=0), default=40, help="Choose among this many tokens; 0: all.")
-@option("--top-p", type=click.FloatRange(0, 1), default=0.95, help="Choose among tokens with this much probability.")
+@option("--temp", type=FiniteRange(min=0), default=0.8, help="Temperature; 0: always the most probable token.")
+@option("--top-k", type=click.IntRange(0, 0x7FFFFFFF), default=40, help="Choose among this many tokens; 0: all.")
+@option("--top-p", type=FiniteRange(0, 1), default=0.95, help="Choose among tokens with this much probability.")
 @option(
     "--min-p",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.05,
     help="Leave out tokens less probable than this share of the best.",
 )
@@ -95,8 +95,8 @@ class _Job:
     help="Seed of the sampler; -1: another one each time.",
 )
 @option("-t", "--threads", type=click.IntRange(1, 512), default=None, help="Threads.  [default: one per physical core]")
-@option("-b", "--batch-size", type=click.IntRange(1), default=512, help="Most tokens that one call of llama.cpp gets.")
-@option("-ub", "--ubatch-size", type=click.IntRange(1), default=512, help="Tokens computed together during prefill.")
+@option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets.")
+@option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
 @option(
     "-ctk",
     "--cache-type-k",
@@ -115,19 +115,19 @@ class _Job:
 )
 @option(
     "--rope-scale",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(1e-6, 1e6),
     metavar="X",
     help="Context is X times what the model was trained for.",
 )
 @option(
     "--rope-freq-base",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="X",
     help="Base frequency of the positions.  [default: the model's]",
 )
 @option(
     "--yarn-orig-ctx",
-    type=TOKENS,
+    type=CONTEXT,
     metavar="TOKENS",
     help="Context that the model was trained for, with yarn.  [default: the model's]",
 )
@@ -227,11 +227,12 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bo
     n_ctx_train = header.get_int(header.arch_key("context_length"), 0) or 0
     rope = _rope(options)
     if n_ctx_train and options["n_ctx"] > n_ctx_train and not rope:
-        factor = options["n_ctx"] / n_ctx_train
+        times = format(options["n_ctx"] / n_ctx_train, ",.1f").removesuffix(".0")
+        factor = -(-options["n_ctx"] // n_ctx_train)
         ui.warn(
-            f"the context of {options['n_ctx']:,} tokens is {factor:.3g} times what the model was trained for "
+            f"the context of {options['n_ctx']:,} tokens is {times} times what the model was trained for "
             f"({n_ctx_train:,}): beyond that its text falls apart. "
-            f"To stretch its positions: --rope-scaling yarn --rope-scale {factor:.3g}"
+            f"To stretch its positions: --rope-scaling yarn --rope-scale {factor}"
         )
     return _Job(
         path,

@@ -88,6 +88,7 @@ def open_context(path: Path, *, ours: bool, settings: str = "", n_ctx: int = 102
         params.type_k = params.type_v = TYPES[type_k]
         params.flash_attn_type = 1 if flash_attn else 0
         params.offload_kqv = True
+        params.swa_full = False  # sliding-window layers keep their window, in a cache of its own size
         ctx = llama_cpp.llama_init_from_model(model, params)
         assert ctx, domain and domain.last_error()
         stack.callback(llama_cpp.llama_free, ctx)

@@ -190,8 +190,10 @@ def test_concurrent_fetches_wait_for_each_other(cache: Path, index: Path) -> Non
     assert "wait" in stages and left_over(cache) == []
 
 
+# a shell that starts its jobs in the background makes them deaf to SIGINT, and the tests may run in such a job
 CHILD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvtier.models import ModelEntry, Source, fetch
 sys.stdout.write("start\\n"); sys.stdout.flush()
 fetch(ModelEntry("tiny", "pypi", (Source("kvtier-test-slow==1.0", "pkg/tiny.gguf"),), "0" * 64, 100, 512, ""))

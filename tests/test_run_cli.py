@@ -118,6 +118,22 @@ def test_numbers_beyond_what_can_be_computed(words: str) -> None:
     refused(kvtier("run", "smollm2", "-p", "x", name, value), 2, name, value)
 
 
+def test_a_prompt_that_is_no_text() -> None:
+    refused(kvtier("run", "smollm2", "-p", "ab\udcff"), 2, "not UTF-8", "0xff", "offset 2")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "exit_code", "part"),
+    [(">/dev/full", 14, "No space left"), (">&-", 14, "closed"), ("| true", 14, ""), ("2>&- <&-", 0, "")],
+)
+def test_output_that_cannot_be_written(redirection: str, exit_code: int, part: str) -> None:
+    script = f'set -o pipefail; "{sys.executable}" -m kvtier models {redirection}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, encoding="utf-8", timeout=300, check=False)
+    assert done.returncode == exit_code, done.stderr
+    assert part in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert bool(done.stderr) == bool(part)
+
+
 def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
     refused(kvtier("run", "smollm", "-p", "x"), 2, "smollm2", "kvtier models")
     refused(kvtier("run", tmp_path / "none.gguf", "-p", "x"), 2, "none.gguf")

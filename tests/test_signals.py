@@ -46,7 +46,7 @@ def prefill(smollm2_path: Path, tmp_path: Path) -> tuple[str | Path, ...]:
     return (smollm2_path, "-f", tmp_path / "long.txt", "-n", "4", "-ub", "128", "--kv-host", "6MiB", "--kv-disk", "2GiB", "--kv-dir", folder)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_during_prefill_and_disk_writes(prefill: tuple[str | Path, ...], signum: signal.Signals) -> None:
     folder = Path(prefill[-1])
     process = _start(*prefill)

@@ -16,6 +16,8 @@ Exit codes of the CLI (each class carries its own as `exit_code`):
 11   the native library is missing, or does not fit this llama.cpp
 12   llama.cpp could not load or compute, for a reason that is in its own log
 13   not supported
+14   the output cannot be written
+129  the terminal was closed (SIGHUP)
 130  interrupted (SIGINT)
 143  terminated (SIGTERM)
 ==== =====================================================================================
@@ -68,6 +70,22 @@ class GgufError(KvtierError):
         self.path = path
         self.off_bytes = off_bytes
         self.reason = reason
+
+
+class ChatTemplateError(KvtierError):
+    """The chat template in a model's file is not one that can be used."""
+
+    exit_code = 3
+
+
+class OutputError(KvtierError):
+    """Standard output cannot be written. `is_quiet` when its reader has gone, who needs no message."""
+
+    exit_code = 14
+
+    def __init__(self, message: str, hint: str = "", is_quiet: bool = False) -> None:
+        super().__init__(message, hint)
+        self.is_quiet = is_quiet
 
 
 class SettingsError(UsageError, ValueError):

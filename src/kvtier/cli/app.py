@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TextIO, cast
 
 import click
 
-from ..errors import KvtierError, OutOfMemoryError
+from ..errors import KvtierError, OutOfMemoryError, OutputError
 from . import ui
 from .signals import Stopped
 
@@ -29,7 +32,8 @@ class CliError(click.ClickException):
         return self.problem.exit_code
 
     def show(self, file: IO[Any] | None = None) -> None:
-        ui.error(self.problem)
+        if not (isinstance(self.problem, OutputError) and self.problem.is_quiet):
+            ui.error(self.problem)
 
 
 class LazyGroup(click.Group):
@@ -46,7 +50,21 @@ class LazyGroup(click.Group):
             raise TypeError(f"{_module(cmd_name)}.command is not a command")
         return command
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as err:
+            # Files are looked after where they are used: this is a write of click's (help, version) or to stderr.
+            if err.filename is not None:
+                raise
+            ui.abandon(sys.stdout)
+            with suppress(OSError):
+                ui.error(OutputError(f"the output cannot be written: {err.strerror}"))
+            ui.abandon(sys.stderr)
+            sys.exit(OutputError.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
+        _require_streams()
         try:
             return super().invoke(ctx)
         except KvtierError as err:
@@ -59,6 +77,23 @@ class LazyGroup(click.Group):
             ctx.exit(err.exit_code if isinstance(err, Stopped) else EXIT_INTERRUPTED)
 
 
+def _require_streams() -> None:
+    """Python has no object for a stream that is closed from the start (`>&-`), and the first file to be opened takes its place."""
+    if sys.stdin is None:
+        sys.stdin = _nowhere("r")
+    out_is_closed = sys.stdout is None
+    if out_is_closed:
+        sys.stdout = _nowhere("w")
+    if sys.stderr is None:
+        sys.stderr = _nowhere("w")
+    if out_is_closed:
+        raise CliError(OutputError("standard output is closed", "Send it to a file, or to /dev/null."))
+
+
+def _nowhere(mode: str) -> TextIO:
+    return cast(TextIO, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+
+
 def _module(name: str) -> str:
     return f"{__package__}.{name.replace('-', '_')}"
 
@@ -67,7 +102,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
     if value and not ctx.resilient_parsing:
         from .. import __version__
 
-        click.echo(f"kvtier {__version__}")
+        ui.echo(f"kvtier {__version__}")
         ctx.exit()
 
 

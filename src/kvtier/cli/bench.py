@@ -15,6 +15,7 @@ from ..bench.run import run
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
 from ..measuring.text import read_text
+from . import ui
 from .measured import NumbersParam, find_model, terminable, write_file
 from .options import TOKENS, option
 
@@ -81,10 +82,10 @@ def command(
     if output is not None:
         write_file(output, data + "\n")
     if as_json:
-        click.echo(data)
+        ui.echo(data)
     else:
-        click.echo(report.text(result))
-        click.echo(f"{time.monotonic() - start:.0f} s in all")
+        ui.echo(report.text(result))
+        ui.echo(f"{time.monotonic() - start:.0f} s in all")
     for name, error in result.failures:
         click.echo(f"{name}: {error}", err=True)
     if result.failures:

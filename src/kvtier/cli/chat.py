@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from ..errors import ContextLengthError
+from ..errors import ContextLengthError, UsageError
 from . import ui
+from .options import not_utf8, require_utf8
 from .signals import StopFlag, Stopped
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from ..llama import Llama
 
 _HELP: Final = "/exit ends, /new forgets the conversation, /figures shows the cache. Ctrl-C stops an answer."
-_TERMINATED: Final = 143
 
 
 def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> int:
@@ -49,18 +50,25 @@ def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> i
                     messages.pop()
                     ui.error(err)
                     ui.say("/new starts again with an empty context.")
-                if stop() and stop.exit_code != _TERMINATED:
+                if stop() and stop.signum == signal.SIGINT:
                     stop.clear()
     return stop.exit_code
 
 
 def _ask(stop: StopFlag) -> str | None:
-    """A line of input; None at its end, or when a signal came while waiting."""
+    """A line of input; None at its end, or when a signal came while waiting, or the terminal has gone."""
     try:
         with stop.raising():
             line: str = click.prompt("", prompt_suffix="> ", default="", show_default=False, err=True)
-    except (click.Abort, Stopped):
+        require_utf8(line, "the line")
+    except (click.Abort, Stopped, OSError):
         return None
+    except UnicodeDecodeError as err:
+        ui.error(not_utf8("the line", err.object[err.start], err.start))
+        return ""
+    except UsageError as err:
+        ui.error(err)
+        return ""
     return line.strip()
 
 
@@ -75,8 +83,8 @@ def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag) -
     if finished:
         for piece in generation.decode():
             answer.append(piece)
-            click.echo(piece, nl=False)
-    click.echo()
+            ui.echo(piece, nl=False)
+    ui.echo()
     ui.say(rate_line(generation.timing()))
     return "".join(answer)
 

@@ -13,6 +13,7 @@ import click
 
 from ..diagnosis import Finding, diagnose, worst
 from ..settings import KVSettings
+from . import ui
 from .options import option
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -30,7 +31,7 @@ def command(kv_dir: Path | None, as_json: bool) -> None:
     findings = diagnose(KVSettings(disk=1, dir=kv_dir).disk_dir() or Path())
     status = worst(findings)
     if as_json:
-        click.echo(json.dumps({"status": status, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        ui.echo(json.dumps({"status": status, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
         _show(findings)
     if status == "fail":
@@ -45,13 +46,13 @@ def _show(findings: list[Finding]) -> None:
     for finding in findings:
         # Long texts go on under their own column; a path is never broken.
         lines = textwrap.wrap(finding.text, _width() - 28, break_long_words=False, break_on_hyphens=False) or [""]
-        click.echo(f"{click.style(f'{finding.status:4}', fg=_COLOURS[finding.status])}  {finding.name:20}  {lines[0]}")
+        ui.echo(f"{click.style(f'{finding.status:4}', fg=_COLOURS[finding.status])}  {finding.name:20}  {lines[0]}")
         for line in lines[1:]:
-            click.echo(" " * 28 + line)
+            ui.echo(" " * 28 + line)
     advice = [finding for finding in findings if finding.hint]
-    click.echo("\nAll is well." if not advice else "\nWhat to do:")
+    ui.echo("\nAll is well." if not advice else "\nWhat to do:")
     for finding in advice:
         first, *rest = finding.hint.split("\n")
-        click.echo(f"- {finding.name}: {first}")
+        ui.echo(f"- {finding.name}: {first}")
         for line in rest:
-            click.echo(f"  {line}")
+            ui.echo(f"  {line}")

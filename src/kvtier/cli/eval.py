@@ -15,6 +15,7 @@ from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
 from ..measuring.text import read_text
 from ..models import cache_dir
+from . import ui
 from .measured import default_threads, find_model, terminable, write_file
 from .options import TOKENS, option
 
@@ -115,10 +116,10 @@ def command(
     if csv_file is not None:
         write_file(csv_file, report.to_csv(result))
     if as_json:
-        click.echo(json.dumps(report.to_json(plan, result), indent=2))
+        ui.echo(json.dumps(report.to_json(plan, result), indent=2))
     else:
-        click.echo(report.table(result))
-        click.echo(
+        ui.echo(report.table(result))
+        ui.echo(
             f"\n{n_tokens:,} tokens one at a time after a prefix of {n_prefix:,}; finished rows are kept in {path}"
         )
     for name, error in result.failures:

@@ -17,6 +17,7 @@ from ..models import resolve
 from ..sizes import parse_tokens
 from . import ui
 from .options import ParamType
+from .signals import endings
 
 
 class NumbersParam(ParamType):
@@ -61,13 +62,14 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends the block the way SIGINT does, through its cleanup: processes ended, page files removed."""
+    """SIGTERM and SIGHUP end the block the way SIGINT does, through its cleanup: processes ended, page files removed."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {signum: signal.signal(signum, end) for signum in endings()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

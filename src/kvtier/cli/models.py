@@ -21,7 +21,7 @@ def command(as_json: bool) -> None:
     entries = known_models().values()
     if as_json:
         for entry in entries:
-            click.echo(json.dumps(_as_json(entry)))
+            ui.echo(json.dumps(_as_json(entry)))
         return
     rows = [(entry.name, _size(entry), f"{entry.n_ctx_train // 1024}k", "yes" if cached_path(entry) else "no", entry.note) for entry in entries]
     ui.table(rows, header=("Name", "Size", "Trained", "Here", "What it is"), stderr=False)

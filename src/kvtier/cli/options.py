@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..errors import UsageError
 from ..figures import FORMATS
 from ..plan import MAX_TOKENS
 from ..settings import KVSettings
@@ -87,6 +89,19 @@ def option(*names: str, **attrs: Any) -> Callable[[F], F]:
     """click.option with the environment variable of its (last) long name, shown in the help."""
     long_name = [name for name in names if name.startswith("--")][-1].split("/")[0]
     return click.option(*names, envvar="KVTIER_" + long_name[2:].replace("-", "_").upper(), show_envvar=False, **attrs)
+
+
+def not_utf8(what: str, byte: int, at: int) -> UsageError:
+    """The error for text with a byte that UTF-8 does not have there."""
+    return UsageError(f"{what} is not UTF-8 text: byte {byte:#04x} at offset {at:,}", "Convert it, for example with iconv -t utf-8.")
+
+
+def require_utf8(text: str, what: str) -> None:
+    """Python keeps bytes of arguments and of input that are no UTF-8 as lone surrogates. Raises UsageError if there are any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        raise not_utf8(what, ord(text[err.start]) & 0xFF, len(os.fsencode(text[: err.start]))) from None
 
 
 def kv_options(function: F) -> F:

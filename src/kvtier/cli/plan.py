@@ -49,7 +49,7 @@ def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | N
     words = [model] if model is not None else ["-hf", hf_repo or ""]
     plan = make_plan(read_model(_find(model, hf_repo)), request, _machine(kv_dir), hardware.cpu_flags())
     if as_json:
-        click.echo(json.dumps(_as_json(plan, words, kv_dir), indent=2, default=str))
+        ui.echo(json.dumps(_as_json(plan, words, kv_dir), indent=2, default=str))
     else:
         _show(plan, words, kv_dir)
 
@@ -83,9 +83,9 @@ def _show(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
     kinds = [f"{len(shape.attention) - sliding} full"] if sliding < len(shape.attention) else []
     kinds += [f"{sliding} sliding over {shape.n_swa:,}"] if sliding else []
     kinds += [f"{shape.n_state_layers} recurrent"] if shape.n_state_layers else []
-    click.echo(f"{shape.name} ({shape.architecture}): trained for {shape.n_ctx_train:,} tokens")
-    click.echo(f"Layers with a cache: {', '.join(kinds) or 'none'}")
-    click.echo(f"Context: {plan.n_ctx:,} tokens, {plan.request.n_ubatch:,} at a time during prefill\n")
+    ui.echo(f"{shape.name} ({shape.architecture}): trained for {shape.n_ctx_train:,} tokens")
+    ui.echo(f"Layers with a cache: {', '.join(kinds) or 'none'}")
+    ui.echo(f"Context: {plan.n_ctx:,} tokens, {plan.request.n_ubatch:,} at a time during prefill\n")
     rows = [("Weights", format_bytes(plan.weight_bytes))]
     rows += [("  of them repacked for this CPU", format_bytes(plan.repack_bytes))] if plan.repack_bytes else []
     rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes))]
@@ -108,13 +108,13 @@ def _cache_row(cache: CacheBytes, plan: Plan) -> tuple[str, ...]:
 def _show_machine(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
     machine = plan.machine
     if machine is not None:
-        click.echo(f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
+        ui.echo(f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
                    f" {format_bytes(machine.disk_free_bytes)} of disk free at\n  {machine.disk_dir}")
     for warning in plan.warnings:
         ui.warn(warning)
     if not plan.options:
         longest = max((c.n_ctx_in_ram or 0 for c in plan.caches), default=0)
-        click.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
+        ui.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
     for way in plan.options:
-        click.echo(f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:")
-        click.echo(f"  {command_line(model, plan, way, kv_dir)}")
+        ui.echo(f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:")
+        ui.echo(f"  {command_line(model, plan, way, kv_dir)}")

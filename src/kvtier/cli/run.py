@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ContextLengthError, KvtierError, UsageError
+from ..errors import ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
-from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, option
+from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_utf8, option, require_utf8
 from .signals import StopFlag
 
 if TYPE_CHECKING:
@@ -177,6 +177,8 @@ def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | 
         raise UsageError("both a prompt (-p) and a file (-f) are given", "Give one of them.")
     if file is not None:
         return _read_text(file)
+    if prompt is not None:
+        require_utf8(prompt, "the prompt")
     if prompt is None and (as_json or not sys.stdin.isatty()):
         raise UsageError(
             "there is no prompt, and no terminal for a conversation",
@@ -196,10 +198,7 @@ def _read_text(file: Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as err:
-        raise UsageError(
-            f"{name} is not UTF-8 text: byte {raw[err.start]:#04x} at offset {err.start:,}",
-            "Convert it, for example with iconv -t utf-8.",
-        ) from err
+        raise not_utf8(name, raw[err.start], err.start) from err
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:
@@ -317,19 +316,21 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
             raise _too_long(err, job) from None
         answer: list[str] = []
         try:
-            _show(generation, answer, (lambda _: None) if as_json else (lambda piece: click.echo(piece, nl=False)))
+            _show(generation, answer, (lambda _: None) if as_json else (lambda piece: ui.echo(piece, nl=False)))
+        except OutputError:
+            raise
         except KvtierError:
             if answer and not as_json:
-                click.echo()
+                ui.echo()
             raise
         report = RunReport(
             str(job.path), llm.n_ctx(), job.n_ctx_train, llm.kv.n_layers, load_s, generation.timing(), llm.kv.figures
         )
     if as_json:
-        click.echo(json.dumps(report.as_json("".join(answer)), ensure_ascii=False))
+        ui.echo(json.dumps(report.as_json("".join(answer)), ensure_ascii=False))
     else:
         if answer:
-            click.echo()
+            ui.echo()
         ui.table(report.rows())
     return stop.exit_code
 

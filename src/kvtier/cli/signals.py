@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that long work asks, so that it ends at a point where everything can be cleaned up."""
+"""SIGINT, SIGTERM and SIGHUP as a flag that long work asks, so that it ends at a point where everything can be cleaned up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ class Stopped(KeyboardInterrupt):
         self.exit_code = 128 + signum
 
 
+def endings() -> tuple[signal.Signals, ...]:
+    """The signals that end a process from outside; not SIGHUP where it is ignored, as under nohup."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, *hangup)
+
+
 class StopFlag:
-    """While the block runs, the first SIGINT or SIGTERM sets the flag; the third ends the process without cleaning up."""
+    """While the block runs, the first of these signals sets the flag; the third ends the process without cleaning up."""
 
     PATIENCE: Final = 3
 
@@ -30,7 +36,7 @@ class StopFlag:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, *endings()):
             self._before[signum] = signal.signal(signum, self._set)
         return self
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TextIO
 
+import click
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
@@ -24,18 +27,51 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import KvtierError
+from ..errors import KvtierError, OutputError
 from ..models import FetchProgress
 from ..sizes import format_rate
 
 _STAGES = {"wait": "waiting for another process to fetch", "fetch": "fetching", "check": "checking"}
 
 
+class _Console(Console):
+    """A console whose reader may go: that is for `app` to answer, not for rich, which would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def console(stderr: bool = True) -> Console:
     """A console on the stream as it is now; plain text when the stream is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
     # Without a terminal the width is nobody's: lines are not wrapped.
-    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+    return _Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+
+
+def echo(text: str = "", nl: bool = True) -> None:
+    """Text on stdout, flushed. Raises OutputError."""
+    with _writing():
+        click.echo(text, nl=nl)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """A write to stdout that fails in this block is an OutputError, and nothing is written there any more."""
+    try:
+        yield
+    except OSError as err:
+        abandon(sys.stdout)
+        raise OutputError(
+            f"standard output cannot be written: {err.strerror}",
+            "Free space where it goes, or send it elsewhere.",
+            is_quiet=isinstance(err, BrokenPipeError),
+        ) from None
+
+
+def abandon(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere, so that the interpreter's last flush does not fail as well."""
+    with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), title: str = "", stderr: bool = True) -> None:
@@ -54,7 +90,8 @@ def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), title: s
         )
     for row in rows:
         out.add_row(*(Text(cell) for cell in row))
-    console(stderr).print(out)
+    with nullcontext() if stderr else _writing():
+        console(stderr).print(out)
 
 
 def say(text: str) -> None:

@@ -134,6 +134,13 @@ def test_output_that_cannot_be_written(redirection: str, exit_code: int, part: s
     assert bool(done.stderr) == bool(part)
 
 
+def test_the_command_of_a_plan_has_the_options_it_was_made_with(smollm2_path: Path) -> None:
+    done = kvtier("plan", smollm2_path, "-c", "20k", "-b", "256", "-ub", "128", "--kv-page-tokens", "64", "--swa-full", "--json")
+    assert done.returncode == 0, done.stderr
+    for way in json.loads(done.stdout)["options"]:
+        assert way["command"].endswith("-b 256 -ub 128 --kv-page-tokens 64 --swa-full --rope-scaling yarn --rope-scale 3")
+
+
 def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
     refused(kvtier("run", "smollm", "-p", "x"), 2, "smollm2", "kvtier models")
     refused(kvtier("run", tmp_path / "none.gguf", "-p", "x"), 2, "none.gguf")

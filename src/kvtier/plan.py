@@ -166,10 +166,16 @@ def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str,
     if not shape.attention:
         warnings.append("This model has no attention layer: there is no KV cache to place, it runs as it is.")
     if shape.n_ctx_train and request.n_ctx > shape.n_ctx_train:
-        factor = -(-request.n_ctx // shape.n_ctx_train)
         warnings.append(f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example "
-                        f"--rope-scaling yarn --rope-scale {factor}.")
+                        f"{' '.join(rope_words(shape, request))}.")
     return tuple(warnings)
+
+
+def rope_words(shape: ModelShape, request: PlanRequest) -> list[str]:
+    """Options of `kvtier run` that stretch the model's positions over the context; none if it was trained for as much."""
+    if not shape.n_ctx_train or request.n_ctx <= shape.n_ctx_train:
+        return []
+    return ["--rope-scaling", "yarn", "--rope-scale", str(-(-request.n_ctx // shape.n_ctx_train))]
 
 
 def _up(n: int, align: int) -> int:
@@ -315,8 +321,8 @@ def _split(plan: Plan, machine: Machine, room: int, cache: CacheBytes) -> Option
     return Option("RAM and disk", cache.type_k, cache.type_v, host, disk)
 
 
-def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None) -> str:
-    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any."""
+def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()) -> str:
+    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any, `extra` more options."""
     parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
     if (option.type_k, option.type_v) != ("f16", "f16"):
         parts += ["-ctk", option.type_k, "-ctv", option.type_v]
@@ -325,4 +331,4 @@ def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path 
     if option.kv_disk is not None:
         parts += ["--kv-disk", f"{option.kv_disk >> 20}MiB"]
         parts += ["--kv-dir", str(kv_dir)] if kv_dir is not None else []
-    return shlex.join(parts)
+    return shlex.join([*parts, *extra])

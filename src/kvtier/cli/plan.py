@@ -13,7 +13,7 @@ import click
 from .. import hardware
 from ..errors import UsageError
 from ..gguf import read_model
-from ..plan import CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan
+from ..plan import CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan, rope_words
 from ..settings import KVSettings
 from ..sizes import format_bytes
 from . import ui
@@ -48,10 +48,19 @@ def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | N
     )
     words = [model] if model is not None else ["-hf", hf_repo or ""]
     plan = make_plan(read_model(_find(model, hf_repo)), request, _machine(kv_dir), hardware.cpu_flags())
+    commands = [command_line(words, plan, way, kv_dir, _as_asked(options) + rope_words(plan.shape, plan.request)) for way in plan.options]
     if as_json:
-        ui.echo(json.dumps(_as_json(plan, words, kv_dir), indent=2, default=str))
+        ui.echo(json.dumps(_as_json(plan, words, commands), indent=2, default=str))
     else:
-        _show(plan, words, kv_dir)
+        _show(plan, commands)
+
+
+def _as_asked(options: dict[str, Any]) -> list[str]:
+    """The options that `run` has too, as words, where they differ from its defaults."""
+    words = []
+    for name, option_name, default in (("batch_size", "-b", 512), ("ubatch_size", "-ub", 512), ("kv_page_tokens", "--kv-page-tokens", 32)):
+        words += [option_name, str(options[name])] if options[name] != default else []
+    return words + (["--swa-full"] if options["swa_full"] else [])
 
 
 def _find(model: str | None, hf_repo: str | None) -> Path:
@@ -68,16 +77,16 @@ def _machine(kv_dir: Path | None) -> Machine:
     return Machine(memory.total_bytes, memory.available_bytes, folder, shutil.disk_usage(existing).free)
 
 
-def _as_json(plan: Plan, model: list[str], kv_dir: Path | None) -> dict[str, Any]:
+def _as_json(plan: Plan, model: list[str], commands: list[str]) -> dict[str, Any]:
     out = asdict(plan)
     out["model"] = " ".join(model)
     out["fixed_bytes"] = plan.fixed_bytes
-    for option_out, way in zip(out["options"], plan.options, strict=True):
-        option_out["command"] = command_line(model, plan, way, kv_dir)
+    for option_out, words in zip(out["options"], commands, strict=True):
+        option_out["command"] = words
     return out
 
 
-def _show(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
+def _show(plan: Plan, commands: list[str]) -> None:
     shape = plan.shape
     sliding = sum(layer.slides for layer in shape.attention)
     kinds = [f"{len(shape.attention) - sliding} full"] if sliding < len(shape.attention) else []
@@ -94,7 +103,7 @@ def _show(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
     ui.table(rows, header=("Besides the KV cache", ""), stderr=False)
     if shape.attention:
         ui.table([_cache_row(cache, plan) for cache in plan.caches], header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
-    _show_machine(plan, model, kv_dir)
+    _show_machine(plan, commands)
 
 
 def _cache_row(cache: CacheBytes, plan: Plan) -> tuple[str, ...]:
@@ -105,7 +114,7 @@ def _cache_row(cache: CacheBytes, plan: Plan) -> tuple[str, ...]:
     return name, format_bytes(cache.cache_bytes), format_bytes(cache.page_bytes), longest
 
 
-def _show_machine(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
+def _show_machine(plan: Plan, commands: list[str]) -> None:
     machine = plan.machine
     if machine is not None:
         ui.echo(f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
@@ -115,6 +124,6 @@ def _show_machine(plan: Plan, model: list[str], kv_dir: Path | None) -> None:
     if not plan.options:
         longest = max((c.n_ctx_in_ram or 0 for c in plan.caches), default=0)
         ui.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
-    for way in plan.options:
+    for way, words in zip(plan.options, commands, strict=True):
         ui.echo(f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:")
-        ui.echo(f"  {command_line(model, plan, way, kv_dir)}")
+        ui.echo(f"  {words}")

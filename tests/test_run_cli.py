@@ -141,6 +141,14 @@ def test_the_command_of_a_plan_has_the_options_it_was_made_with(smollm2_path: Pa
         assert way["command"].endswith("-b 256 -ub 128 --kv-page-tokens 64 --swa-full --rope-scaling yarn --rope-scale 3")
 
 
+def test_habits_of_llama_cpp(smollm2_path: Path) -> None:
+    for words, reason in ((("-ngl", "99"), "all layers"), (("-fa", "on"), "always on"), (("-fa",), "always on"), (("-m", "other"), "two models")):
+        refused(kvtier("run", "smollm2", "-p", "x", *words), 2, words[0], reason)
+    assert kvtier("run", "-m", smollm2_path, "-p", "x", "-n", "1", "-c", "256").returncode == 0
+    refused(kvtier("run", "none.gguf", "-p", "x", KVTIER_MODEL="smollm2"), 2, "none.gguf")
+    refused(kvtier("run", "-p", "x", KVTIER_MODEL="none.gguf"), 2, "none.gguf")
+
+
 def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
     refused(kvtier("run", "smollm", "-p", "x"), 2, "smollm2", "kvtier models")
     refused(kvtier("run", tmp_path / "none.gguf", "-p", "x"), 2, "none.gguf")

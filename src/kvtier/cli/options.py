@@ -104,6 +104,16 @@ def require_utf8(text: str, what: str) -> None:
         raise not_utf8(what, ord(text[err.start]) & 0xFF, len(os.fsencode(text[: err.start]))) from None
 
 
+def not_ours(*names: str, why: str) -> Callable[[F], F]:
+    """An option of llama.cpp's programs that has no choice here: with or without a value it is refused, and the reason said."""
+
+    def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise UsageError(f"{names[0]} is not an option here: {why}", f"Leave out {names[0]} and its value.")
+
+    return click.option(*names, is_flag=False, flag_value="", default=None, hidden=True, expose_value=False, callback=refuse)
+
+
 def kv_options(function: F) -> F:
     """The options that become KVSettings: see `kv_settings`."""
     for decorate in reversed(

@@ -16,7 +16,7 @@ import click
 from ..errors import ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
-from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_utf8, option, require_utf8
+from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8
 from .signals import StopFlag
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class _Job:
 
 @click.command("run", context_settings={"show_default": True})
 @click.argument("model", required=False)
+@option("-m", "--model", "model_option", metavar="MODEL", help="The same as the argument MODEL.")
 @option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
 @option(
     "-c",
@@ -136,10 +137,13 @@ class _Job:
     is_flag=True,
     help="Keep the whole context in sliding-window layers too, not only the window. A conversation always does.",
 )
+@not_ours("-ngl", "--gpu-layers", "--n-gpu-layers", why="the caches of all layers are always kvtier's")
+@not_ours("-fa", "--flash-attn", why="flash attention is always on")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
 @option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log.")
 def command(
     model: str | None,
+    model_option: str | None,
     hf_repo: str | None,
     prompt: str | None,
     file: Path | None,
@@ -152,6 +156,7 @@ def command(
     Without -p and -f this is a conversation on the terminal. Every option can also be given as an environment variable:
     --kv-host as KVTIER_KV_HOST, -c as KVTIER_CTX_SIZE.
     """
+    model = _one_model(model, model_option)
     settings = kv_settings(options)
     text = _prompt_text(prompt, file, as_json)
     with StopFlag() as stop:
@@ -199,6 +204,14 @@ def _read_text(file: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as err:
         raise not_utf8(name, raw[err.start], err.start) from err
+
+
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    """The model named either way; of KVTIER_MODEL and the argument, the argument."""
+    source = click.get_current_context().get_parameter_source("model_option")
+    if argument is not None and option is not None and source is click.core.ParameterSource.COMMANDLINE:
+        raise UsageError(f"two models are given: {argument}, and {option} with -m", "Give one of them.")
+    return argument if argument is not None else option
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:

@@ -71,10 +71,12 @@ def test_python_example_uses_what_exists() -> None:
     compile(block.group(1), "README.md", "exec")
     from inspect import signature
 
+    import llama_cpp
+
     from kvtier import KVCache, Llama
 
     arguments = re.search(r'Llama\("model.gguf", ([^)]*)\)', block.group(1))
     assert arguments is not None
-    ours = set(signature(Llama.__init__).parameters) | {"n_ctx"}
+    ours = set(signature(Llama.__init__).parameters) | set(signature(llama_cpp.Llama.__init__).parameters)
     assert {word.split("=")[0].strip() for word in arguments.group(1).split(",")} <= ours
     assert hasattr(KVCache, "figures")

@@ -163,6 +163,13 @@ def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
         refused(kvtier("run", tmp_path / "cut.gguf", "-p", "x"), 3, "cut.gguf")
 
 
+def test_a_chat_template_that_is_none(smollm2_path: Path, tmp_path: Path) -> None:
+    data = smollm2_path.read_bytes()
+    assert b"{% for message in messages %}" in data
+    (tmp_path / "bad.gguf").write_bytes(data.replace(b"{% for message in messages %}", b"{% fox message in messages %}"))
+    refused(kvtier("run", tmp_path / "bad.gguf", "-p", "x", "-n", "1", "-c", "256"), 3, "bad.gguf", "tokenizer.chat_template", "fox", "another copy")
+
+
 def test_prompts_that_do_not_work(smollm2_path: Path, tmp_path: Path) -> None:
     run = ("run", smollm2_path, "-c", "256")
     (tmp_path / "long.txt").write_text("word " * 2000)

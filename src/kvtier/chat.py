@@ -10,7 +10,7 @@ import jinja2
 import llama_cpp
 from llama_cpp import llama_chat_format
 
-from .errors import KvtierError
+from .errors import ChatTemplateError, KvtierError
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 
@@ -37,12 +37,17 @@ class ChatTemplate:
             )
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the conversation, up to where the answer starts. Raises KvtierError if the template refuses."""
+        """Tokens of the conversation, up to where the answer starts. Raises KvtierError if the template refuses, ChatTemplateError if it is faulty."""
         try:
             formatted = self._format(messages=[{"role": m.role, "content": m.content} for m in messages])
-        except (jinja2.TemplateError, ValueError, TypeError) as err:
+        except ValueError as err:  # raise_exception() of the template
             raise KvtierError(
                 f"the model's chat template refuses this conversation: {err}",
+                "Give the prompt without --chat, as plain text.",
+            ) from err
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as err:
+            raise ChatTemplateError(
+                f"the model's chat template ({TEMPLATE_KEY}) fails: {type(err).__name__}: {err}",
                 "Give the prompt without --chat, as plain text.",
             ) from err
         return self._llm.tokenize(formatted.prompt.encode(), add_bos=not formatted.added_special, special=True)

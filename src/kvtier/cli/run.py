@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ContextLengthError, KvtierError, OutputError, UsageError
+from ..errors import ChatTemplateError, ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
 from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8
@@ -294,24 +294,32 @@ def _sampling(options: dict[str, Any], in_chat: bool) -> Sampling:
 
 
 def _load(job: _Job) -> Llama:
+    import jinja2
+
     from .. import runtime
     from ..llama import Llama
 
     runtime.log.muted = not job.verbose
-    return Llama(
-        str(job.path),
-        n_ctx=job.n_ctx,
-        n_batch=job.n_batch,
-        n_ubatch=job.n_ubatch,
-        n_threads=job.n_threads,
-        n_threads_batch=job.n_threads,
-        type_k=job.type_k,
-        type_v=job.type_v,
-        kv_settings=job.settings,
-        swa_full=job.swa_full,
-        verbose=job.verbose,
-        **job.rope,
-    )
+    try:
+        return Llama(
+            str(job.path),
+            n_ctx=job.n_ctx,
+            n_batch=job.n_batch,
+            n_ubatch=job.n_ubatch,
+            n_threads=job.n_threads,
+            n_threads_batch=job.n_threads,
+            type_k=job.type_k,
+            type_v=job.type_v,
+            kv_settings=job.settings,
+            swa_full=job.swa_full,
+            verbose=job.verbose,
+            **job.rope,
+        )
+    except jinja2.TemplateError as err:  # llama_cpp.Llama compiles the templates of the file, used or not
+        raise ChatTemplateError(
+            f"{job.path}: the chat template in the file (tokenizer.chat_template) cannot be used: {err}",
+            "Take another copy of the model, or give this one a sound template (gguf-new-metadata --chat-template).",
+        ) from None
 
 
 def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool) -> int:

@@ -120,6 +120,8 @@ def test_numbers_beyond_what_can_be_computed(words: str) -> None:
 
 def test_a_prompt_that_is_no_text() -> None:
     refused(kvtier("run", "smollm2", "-p", "ab\udcff"), 2, "not UTF-8", "0xff", "offset 2")
+    refused(kvtier("run", "m\udcff.gguf", "-p", "x"), 2, "path is not UTF-8", "0xff")
+    refused(kvtier("run", "smollm2", "-p", "x", "--kv-disk", "1GiB", "--kv-dir", "/d\udcff"), 2, "directory", "0xff")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,14 @@ def not_utf8(what: str, byte: int, at: int) -> UsageError:
     return UsageError(f"{what} is not UTF-8 text: byte {byte:#04x} at offset {at:,}", "Convert it, for example with iconv -t utf-8.")
 
 
+def require_utf8_path(path: object, what: str) -> None:
+    """llama.cpp and our library take paths as UTF-8. Raises UsageError for another."""
+    try:
+        require_utf8(str(path), what)
+    except UsageError as err:
+        raise UsageError(err.message, "Rename it, or give a link to it that has a plain name.") from None
+
+
 def require_utf8(text: str, what: str) -> None:
     """Python keeps bytes of arguments and of input that are no UTF-8 as lone surrogates. Raises UsageError if there are any."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import click
 from ..errors import ChatTemplateError, ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
-from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8
+from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8, require_utf8_path
 from .signals import StopFlag
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ def command(
     """
     model = _one_model(model, model_option)
     settings = kv_settings(options)
+    require_utf8_path(model, "the model's path")
+    require_utf8_path(settings.dir, "the directory of the disk tier")
     text = _prompt_text(prompt, file, as_json)
     with StopFlag() as stop:
         with stop.raising():
@@ -167,12 +170,17 @@ def command(
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
-        if text is None:
-            from .chat import converse
+        try:
+            if text is None:
+                from .chat import converse
 
-            exit_code = converse(lambda: _load(job), sampling, stop)
-        else:
-            exit_code = _complete(job, text, chat, sampling, stop, as_json)
+                exit_code = converse(lambda: _load(job), sampling, stop)
+            else:
+                exit_code = _complete(job, text, chat, sampling, stop, as_json)
+        except (OutputError, OSError):
+            if stop.signum != signal.SIGHUP:
+                raise
+            exit_code = stop.exit_code  # the terminal has gone, so nothing can be written to it
     sys.exit(exit_code)
 
 

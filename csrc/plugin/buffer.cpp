@@ -164,9 +164,9 @@ int kvt_cache_open(kvt_cache_layer * cache, kvt_layer ** out) {
     kvt_buffer * buffer = (cache->k ? cache->k : cache->v)->buffer;
     std::lock_guard<std::mutex> lock(buffer->mutex);
     if (!cache->layer) {
-        cache->error = make_layer(cache);
-        if (cache->error != KVT_OK) {
-            return cache->error;
+        const int rc = make_layer(cache);
+        if (rc != KVT_OK) {
+            return rc;
         }
     }
     *out = cache->layer;

@@ -37,7 +37,6 @@ struct kvt_cache_layer {
     kvt_root * v = nullptr;        // NULL: V is a view of K
     int32_t    n_head_kv = 0, d_k = 0, d_v = 0;
     kvt_layer * layer = nullptr;
-    int         error = 0;         // of making it: reported again at every access
 };
 
 struct kvt_buffer {

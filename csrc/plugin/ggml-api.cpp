@@ -80,6 +80,16 @@ static int check_layout(const kvt_ggml_api & api) {
                     api.ggml_version(), (int) it.op, api.ggml_op_name(it.op), it.name);
         }
     }
+    const struct { enum ggml_type type; const char * name; } types[] = {
+        { GGML_TYPE_F32,  "f32"  }, { GGML_TYPE_F16,  "f16"  }, { GGML_TYPE_BF16, "bf16" }, { GGML_TYPE_Q8_0, "q8_0" },
+        { GGML_TYPE_Q4_0, "q4_0" }, { GGML_TYPE_Q4_1, "q4_1" }, { GGML_TYPE_I32,  "i32"  }, { GGML_TYPE_I64,  "i64"  },
+    };
+    for (const auto & it : types) {
+        if (strcmp(api.ggml_type_name(it.type), it.name) != 0) {
+            return kvt_fail(KVT_ERR_VERSION, "the loaded ggml %s numbers its types in another way (%d is %s, not %s)",
+                    api.ggml_version(), (int) it.type, api.ggml_type_name(it.type), it.name);
+        }
+    }
     int major = 0, minor = 0;
     if (sscanf(api.ggml_version(), "%d.%d", &major, &minor) != 2 || major != 0 || minor < KVT_GGML_MINOR_MIN || minor > KVT_GGML_MINOR_MAX) {
         return kvt_fail(KVT_ERR_VERSION, "ggml %s is not one of the versions this build knows (0.%d to 0.%d); "

@@ -18,23 +18,17 @@
     X(ggml_nbytes)                 \
     X(ggml_nelements)              \
     X(ggml_row_size)               \
-    X(ggml_blck_size)              \
-    X(ggml_type_size)              \
     X(ggml_is_contiguous)          \
     X(ggml_get_type_traits)        \
     X(ggml_quantize_chunk)         \
     X(ggml_init)                   \
     X(ggml_free)                   \
-    X(ggml_new_tensor_1d)          \
     X(ggml_new_graph_custom)       \
     X(ggml_graph_overhead_custom)  \
     X(ggml_build_forward_expand)   \
     X(ggml_graph_n_nodes)          \
     X(ggml_graph_node)             \
     X(ggml_backend_buffer_init)    \
-    X(ggml_backend_buffer_is_host) \
-    X(ggml_backend_tensor_get)     \
-    X(ggml_backend_tensor_set)     \
     X(ggml_backend_graph_compute)  \
     X(ggml_backend_free)
 

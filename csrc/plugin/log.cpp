@@ -28,4 +28,3 @@ static void log_text(enum ggml_log_level level, const char * text) {
     log_text(level, text)
 
 void kvt_log_error(const char * fmt, ...) { KVT_LOG_BODY(GGML_LOG_LEVEL_ERROR); }
-void kvt_log_warn (const char * fmt, ...) { KVT_LOG_BODY(GGML_LOG_LEVEL_WARN);  }

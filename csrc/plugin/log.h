@@ -5,4 +5,3 @@
 #include "last-error.h"
 
 void kvt_log_error(const char * fmt, ...) KVT_PRINTF(1, 2);
-void kvt_log_warn (const char * fmt, ...) KVT_PRINTF(1, 2);

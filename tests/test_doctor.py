@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvtier import _native, diagnosis, hardware
+from kvtier import diagnosis, hardware
 from kvtier.cli import main
 from kvtier.diagnosis import Finding, ProbeResult, run_probe, worst
-from kvtier.errors import LibraryError
 
 SOUND: dict[str, Mapping[str, Any]] = {
     "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"},
@@ -116,18 +115,6 @@ def test_worst() -> None:
     assert worst([Finding("a", "fail", ""), Finding("b", "warn", "")]) == "fail"
 
 
-def installed() -> bool:
-    try:
-        _native.library_path()
-    except LibraryError:
-        return False
-    return True
-
-
-NEEDS_LIBRARY = pytest.mark.skipif(not installed(), reason="the native library is not installed")
-
-
-@NEEDS_LIBRARY
 def test_the_real_installation(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["doctor", "--kv-dir", str(tmp_path), "--json"])
     out = json.loads(shown.stdout)

@@ -25,10 +25,8 @@ from kvtier.errors import GgufError, UsageError
 from kvtier.gguf import read_model
 from kvtier.modelshape import AttentionLayer, ModelShape, shape_of
 from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, command_line, make_plan, page_bytes
-from tests.test_doctor import installed
 from tests.test_gguf import BOOL, I32, STRING, U32, array, gguf, key
 
-NEEDS_LIBRARY = pytest.mark.skipif(not installed(), reason="the native library is not installed")
 GGML = {"f16": 1, "q8_0": 8, "q4_0": 2, "q4_1": 3}
 BUFFER = re.compile(r"(KV|model|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 MIB = 1 << 20
@@ -116,7 +114,6 @@ def test_planned_is_what_llama_cpp_allocates(stock: Stock, name: str) -> None:
     assert total == pytest.approx(found["KV"] + found["compute"] + found["output"] + stock.model_bytes, rel=0.05)
 
 
-@NEEDS_LIBRARY
 @pytest.mark.parametrize(("name", "n_ctx", "type_k", "type_v"), [("gemma3-270m", 1024, "f16", "f16"), ("smollm2", 512, "q8_0", "q4_1")])
 def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, type_v: str) -> None:
     from kvtier import Llama
@@ -133,7 +130,6 @@ def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, ty
     assert (host.n_pages, host.used_bytes) == (plan.n_pages, plan.chosen.page_bytes)
 
 
-@NEEDS_LIBRARY
 @pytest.mark.parametrize("whole_windows", [False, True])
 def test_planned_buffers_are_those_with_our_device(stock: Stock, whole_windows: bool) -> None:
     from kvtier import Llama, runtime

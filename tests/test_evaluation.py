@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from dataclasses import replace
@@ -15,12 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from kvtier.cli.eval import command
-from kvtier.evaluation.divergence import kl_divergence, log_softmax, summarise
+from kvtier.evaluation.divergence import kl_divergence, log_softmax, mean_interval, summarise
+from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
-from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, kvtier_row, row_key, stock_row
+from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate
 from kvtier.measuring.config import Configuration
 from kvtier.measuring.errors import MeasuringError
+from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
@@ -77,8 +81,32 @@ def test_summary() -> None:
             summarise(*bad)
 
 
+def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for i in range(200):
+        noise = rng.normal(size=401)
+        low, high = mean_interval(10 + noise[1:] + noise[:-1], 400, seed=i)  # neighbours are alike
+        hits += low <= 10 <= high
+    assert 0.88 * 200 < hits < 200
+    assert mean_interval([0.25]) == (0.25, 0.25)
+    assert mean_interval([0.5] * 30) == pytest.approx((0.5, 0.5))
+    assert mean_interval([0.1, 0.2, 0.4]) == mean_interval([0.1, 0.2, 0.4])
+
+
+def test_readings_are_differences_per_token() -> None:
+    before = {"k_bytes_read": 100, "v_bytes_read": 50, "disk_read_bytes": 7, "peak_host_bytes": 9, "name": "x", "on": True}
+    after = {"k_bytes_read": 300, "v_bytes_read": 150, "disk_read_bytes": 27, "peak_host_bytes": 11, "name": "y", "on": True}
+    counts = counts_between(before, after)
+    assert counts == {"k_bytes_read": 200, "v_bytes_read": 100, "disk_read_bytes": 20, "peak_host_bytes": 11}
+    r = readings({**counts, "cell_bytes": 4}, 10, 5.0)
+    assert (r.ram_bytes, r.disk_bytes, r.per_s) == (30, 2, 2)
+    stock = readings({"cell_bytes": 40}, 10, 0.0)
+    assert (stock.ram_bytes, stock.disk_bytes, stock.per_s) == (4, None, None)
+
+
 def row(name: str = "stock f16", kl: float = 0.25) -> RowResult:
-    return RowResult(name, (kl, 0.0), (True, False), (1.0, 2.0), 3.0, 4.0)
+    return RowResult(name, (kl, 0.0), (True, False), (1.0, 2.0), 3.0, 4.0, {"cell_bytes": 4096.0})
 
 
 def test_finished_rows_survive_a_torn_last_line(tmp_path: Path) -> None:
@@ -98,6 +126,18 @@ def test_finished_rows_survive_a_torn_last_line(tmp_path: Path) -> None:
     assert file.find("b") == row("kvtier f16")
 
 
+@pytest.mark.parametrize("damage", [{"kl": None}, {"nll": ["x"]}, {"reading": None}, None])
+def test_a_damaged_row_is_measured_again(tmp_path: Path, damage: dict[str, object] | None) -> None:
+    file = RowFile(tmp_path / "rows.jsonl")
+    file.add("a", row())
+    entry = json.loads(file.path.read_text())
+    entry["row"] = {**entry["row"], **damage} if damage else [1, 2]
+    file.path.write_bytes(b"\xff\xfe\n" + json.dumps(entry).encode() + b"\n")
+    assert file.find("a") is None
+    file.add("a", row(kl=0.5))
+    assert file.find("a") == row(kl=0.5)
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MeasuringError, match="cannot write"):
@@ -111,6 +151,47 @@ def test_a_row_belongs_to_everything_it_was_measured_with() -> None:
     keys |= {row_key(REFERENCE, {**context, name: "other"}) for name in context}
     assert len(keys) == 1 + len(default_rows()) + len(context)
     assert row_key(stock_row("q8_0"), context) in keys
+    assert row_key(parse_spec("stock:q8_0"), context) in keys  # whatever it is called
+    varied = [f"kvtier:f16,{pair}" for pair in ("host=1MiB", "host=2MiB", "disk=1GiB", "mass-decay=0.5", "cache-v=q8_0", "host-v=q8_0,disk=1G")]
+    assert len({row_key(parse_spec(spec), context) for spec in varied} | keys) == len(varied) + len(keys)
+
+
+def test_a_spec_says_everything_that_settings_can() -> None:
+    config = parse_spec(" kvtier:q8_0,host=64MiB,disk=1GiB,dir=/tmp,disk-k=q4_0,page-tokens=64,mass-decay=0.5,protect_last=2 ")
+    assert (config.engine, config.type_k, config.type_v) == ("kvtier", "q8_0", "q8_0")
+    wanted = {"host=67108864", "disk=1073741824", "dir=/tmp", "host-k=q8_0", "disk-k=q4_0", "disk-v=q8_0", "page-tokens=64", "mass-decay=0.5"}
+    assert wanted | {"protect-last=2"} == set(config.settings.split()) - {"host-v=q8_0"}
+    assert parse_spec("kvtier:f32").type_k == "f16"  # nominal; the pages are F32
+    assert "host-k=f32" in parse_spec("kvtier:f32").settings
+    assert parse_spec("stock:cache-k=q8_0,cache-v=f16").type_k == "q8_0"
+    assert replace(parse_spec("stock:f32,flash-attn=off"), name=REFERENCE.name) == REFERENCE
+    assert {"host", "disk", "dir", "mass-decay"} <= set(setting_keys())
+    (exact, named) = find_rows(["exact", "kvtier f16", "exact"])
+    assert replace(exact, name="") == replace(named, name="")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("llama:f16", "stock: or kvtier:"),
+        ("kvtier", "no row is called 'kvtier'"),
+        ("kvtier:hoost=1GiB", "no setting 'hoost'.*\n.*host, disk, dir"),
+        ("stock:f16,host=1GiB", "no setting 'host'.*\n.*cache, cache-k, cache-v, flash-attn"),
+        ("kvtier:q3", "'q3' is no cache type.*\n.*q8_0"),
+        ("kvtier:host-k=q3", "storage format"),
+        ("kvtier:f16,q8_0", "cache is given twice"),
+        ("kvtier:host=", "host has no value"),
+        ("kvtier:host=1GB", "powers of 1000 or of 1024"),
+        ("kvtier:page-tokens=x", "page-tokens: 'x'"),
+        ("kvtier:mass-decay=x", "mass-decay"),
+        ("kvtier:mass-decay=1.5", "mass_decay is 1.5"),
+        ("kvtier:dir=/tmp", "no budget for the disk tier"),
+        ("stock:f16,flash-attn=maybe", "neither on nor off"),
+    ],
+)
+def test_a_bad_spec_says_which_part_and_what_is_allowed(spec: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        find_rows([spec])
 
 
 def test_rows_say_what_they_store() -> None:
@@ -137,7 +218,12 @@ def test_reports() -> None:
     data = json.loads(json.dumps(to_json(plan, result)))
     assert data["rows"][1]["mean_kl"] == pytest.approx(0.05)
     assert data["failures"] == [{"name": "stock q4_0", "error": "broke"}]
-    assert to_csv(result).splitlines()[1].startswith("stock f16,2,0.125,")
+    header, *csv_rows = list(csv.reader(io.StringIO(to_csv(result))))
+    assert [dict(zip(header, values, strict=True))["mean_kl"] for values in csv_rows] == ["0.0", "0.125", "0.05"]
+    assert dict(zip(header, csv_rows[1], strict=True))["disk_bytes"] == ""
+    assert float(dict(zip(header, csv_rows[1], strict=True))["ram_bytes"]) == 2048.0
+    assert "2.00 KiB" in lines[2]
+    assert "disk/token" not in lines[0]  # no row has it
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(smollm2_path: Path, tmp_path: Path) -> None:
@@ -195,11 +281,35 @@ def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) ->
     assert kl["kvtier f16"] < kl["kvtier q8_0"] < kl["kvtier q4_1"]
     perplexity = data["reference"]["perplexity"]
     assert all(row["perplexity"] == pytest.approx(perplexity, rel=0.2) for row in data["rows"])
-    assert (tmp_path / "rows.csv").read_text().count("\n") == 1 + len(wanted)
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 2 + len(wanted)  # header, reference
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "rows.csv",
         "rows.jsonl",
     ]  # neither logits nor widened weights
+
+
+def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Path) -> None:
+    pages = "kvtier:f16,host=6MiB,disk=1GiB"
+    plan = EvaluationPlan(smollm2_path, library_text(), 512, 8, 2, False, *_rows("exact", pages, "stock f16", "kvtier q4_0"))
+    result = evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
+    tiered, stock, q4_0 = result.rows
+    assert tiered.divergence.max_kl == 0.0  # pages come back from disk as they left: the very same numbers
+    exact_bytes = result.reference.readings.ram_bytes
+    assert exact_bytes is not None
+    n_cells = 512 + (1 + 8) / 2
+    row_bytes = 30 * 2 * 192 * 2  # layers, K and V, channels of all KV heads, F16
+    assert exact_bytes == pytest.approx(n_cells * row_bytes, rel=0.08)  # whole pages are read
+    assert stock.readings.ram_bytes == pytest.approx(n_cells * row_bytes, rel=0.01)
+    assert q4_0.readings.ram_bytes == pytest.approx(exact_bytes * 18 / 64, rel=0.01)
+    assert stock.readings.disk_bytes is None
+    assert result.reference.readings.disk_bytes == 0
+    assert tiered.readings.disk_bytes is not None
+    assert tiered.readings.disk_bytes > 0.3 * exact_bytes  # 12 MiB of cache, 6 of them in RAM
+    assert "disk/token" in table(result).splitlines()[0]
+
+
+def _rows(reference: str, *names: str) -> tuple[Configuration, tuple[Configuration, ...]]:
+    return find_rows([reference])[0], tuple(find_rows(names))
 
 
 def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
@@ -215,6 +325,9 @@ def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--row", "stock q3"], "no row"),
+        (["--row", "kvtier:host=none"], "host budget"),
+        (["--reference", "best"], "no row"),
+        (["--prefix", "100m"], "tokens; "),
         (["--tokens", "0"], "at least 1"),
         (["-f", "/nonexistent/text"], "cannot read"),
     ],

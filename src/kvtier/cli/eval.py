@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from ..evaluation import report
-from ..evaluation.rows import REFERENCE, RowFile, default_rows
+from ..evaluation.rows import REFERENCE, RowFile, default_rows, find_rows
 from ..evaluation.run import EvaluationPlan, evaluate
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
@@ -21,14 +22,10 @@ from .options import TOKENS, option
 
 
 def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration], Configuration]:
-    """The rows to measure and the one to compare them with. Raises MeasuringError for an unknown name."""
-    rows = default_rows()
-    known = {row.name: row for row in [REFERENCE, *rows]}
-    for name in (*only, reference):
-        if name not in known:
-            raise MeasuringError(f"no row is called {name!r}", "Rows: " + ", ".join(repr(n) for n in known) + ".")
-    picked = [known[name] for name in dict.fromkeys(only)] if only else list(known.values())
-    return [row for row in picked if row.name != reference], known[reference]
+    """The rows to measure and the one to compare them with. Raises SpecError."""
+    (chosen,) = find_rows((reference,))
+    rows = find_rows(only) if only else [REFERENCE, *default_rows()]
+    return [row for row in rows if replace(row, name="") != replace(chosen, name="")], chosen
 
 
 @click.command("eval", context_settings={"show_default": True})
@@ -59,8 +56,19 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
     help="f32: widen the weights first, in a temporary file of 4 bytes each, so that only the cache rounds. "
     "model: use them as they are, with llama.cpp's 8-bit rounding beside them.",
 )
-@option("--row", "only", multiple=True, metavar="NAME", help="Only this row, e.g. 'kvtier q8_0'; may be repeated.")
-@option("--reference", default=REFERENCE.name, metavar="NAME", help="The row that the others are compared with.")
+@option(
+    "--row",
+    "only",
+    multiple=True,
+    metavar="ROW",
+    help="Only this row, by name ('kvtier q8_0') or as a configuration (kvtier:q8_0,host=64MiB,disk=1GiB); may be repeated.",
+)
+@option(
+    "--reference",
+    default=REFERENCE.name,
+    metavar="ROW",
+    help="The row that the others are compared with; exact is the exact step of kvtier with F16 pages.",
+)
 @option(
     "--rows",
     "rows_file",
@@ -119,9 +127,7 @@ def command(
         ui.echo(json.dumps(report.to_json(plan, result), indent=2))
     else:
         ui.echo(report.table(result))
-        ui.echo(
-            f"\n{n_tokens:,} tokens one at a time after a prefix of {n_prefix:,}; finished rows are kept in {path}"
-        )
+        ui.echo(f"\n{report.footnote(plan)}; finished rows are kept in {path}")
     for name, error in result.failures:
         click.echo(f"{name}: {error}", err=True)
     if result.failures:

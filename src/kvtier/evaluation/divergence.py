@@ -35,9 +35,27 @@ def kl_divergence(reference_logits: ArrayLike, logits: ArrayLike) -> Floats:
     return kl
 
 
+def mean_interval(values: ArrayLike, n_resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of the mean of a series, by bootstrap.
+
+    Neighbouring tokens are alike, so it resamples blocks of neighbours (circular, about sqrt(n) long), not single values.
+    Source: Politis and Romano, A circular block-resampling procedure for stationary data, 1992.
+    """
+    x = np.asarray(values, np.float64)
+    block = max(1, round(float(np.sqrt(x.size))))
+    sums = np.convolve(np.concatenate([x, x[: block - 1]]), np.ones(block), "valid")  # of the block at each start
+    starts = np.random.default_rng(seed).integers(0, x.size, (n_resamples, -(-x.size // block)))
+    means = sums[starts].mean(axis=1) / block
+    low, high = np.percentile(means, [2.5, 97.5])
+    return max(0.0, float(low)), float(high)
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Summary over all tokens: KL in nats, `same_top` as a share 0..1, perplexity of the text itself."""
+    """Summary over all tokens: KL in nats, `same_top` as a share 0..1, perplexity of the text itself.
+
+    `kl_low` and `kl_high` are the 95 % interval of the mean.
+    """
 
     n_tokens: int
     mean_kl: float
@@ -45,6 +63,8 @@ class Divergence:
     max_kl: float
     same_top: float
     perplexity: float
+    kl_low: float
+    kl_high: float
 
 
 def summarise(kl: ArrayLike, same_top: ArrayLike, nll: ArrayLike) -> Divergence:
@@ -52,6 +72,7 @@ def summarise(kl: ArrayLike, same_top: ArrayLike, nll: ArrayLike) -> Divergence:
     k, s, n = np.asarray(kl, np.float64), np.asarray(same_top, np.float64), np.asarray(nll, np.float64)
     if k.size == 0 or not k.shape == s.shape == n.shape:
         raise MeasuringError("a summary needs as many divergences as agreements and likelihoods, and at least one")
+    low, high = mean_interval(k)
     return Divergence(
         n_tokens=int(k.size),
         mean_kl=float(k.mean()),
@@ -59,4 +80,6 @@ def summarise(kl: ArrayLike, same_top: ArrayLike, nll: ArrayLike) -> Divergence:
         max_kl=float(k.max()),
         same_top=float(s.mean()),
         perplexity=float(np.exp(n.mean())),
+        kl_low=low,
+        kl_high=high,
     )

@@ -4,51 +4,94 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from ..measuring.table import markdown
+from ..sizes import format_bytes
+from .readings import Readings
 from .rows import RowResult
 from .run import Evaluation, EvaluationPlan
 
-_HEADER = ("KV cache", "mean KL (nats)", "99th pct KL", "largest KL", "same top-1", "perplexity")
+_QUALITY: Final = ("mean KL (nats)", "its 95 % interval", "99th pct KL", "same top-1", "perplexity", "ratio")
+_DASH: Final = "-"
 
 
-def _cells(row: RowResult, is_reference: bool) -> list[str]:
-    d = row.divergence
-    kl = ["-"] * 3 if is_reference else [f"{d.mean_kl:.2e}", f"{d.p99_kl:.2e}", f"{d.max_kl:.2e}"]
-    top = "-" if is_reference else f"{100 * d.same_top:.1f} %"
-    return [row.name + (" (reference)" if is_reference else ""), *kl, top, f"{d.perplexity:.4f}"]
+def _number(write: Callable[[float], str], value: float | None) -> str:
+    return _DASH if value is None else write(value)
+
+
+# Columns of what was read; one that no row has anything in is left out of the table.
+_COSTS: Final[tuple[tuple[str, Callable[[Readings], str]], ...]] = (
+    ("KV read/token", lambda r: _number(lambda x: format_bytes(round(x)), r.ram_bytes)),
+    ("disk/token", lambda r: _number(lambda x: format_bytes(round(x)), r.disk_bytes or None)),
+    ("tokens/s", lambda r: _number(lambda x: f"{x:.3g}", r.per_s)),
+)
+
+
+def _quality(row: RowResult, reference: RowResult) -> list[str]:
+    d, is_reference = row.divergence, row is reference
+    kl = [f"{d.mean_kl:.2e}", f"{d.kl_low:.1e} .. {d.kl_high:.1e}", f"{d.p99_kl:.2e}", f"{100 * d.same_top:.1f} %"]
+    ratio = _DASH if is_reference else f"{perplexity_ratio(row, reference):.4f}"
+    return [*([_DASH] * 4 if is_reference else kl), f"{d.perplexity:.4f}", ratio]
+
+
+def perplexity_ratio(row: RowResult, reference: RowResult) -> float:
+    return row.divergence.perplexity / reference.divergence.perplexity
 
 
 def table(result: Evaluation) -> str:
     """The Markdown table, the reference first."""
-    return markdown(_HEADER, [_cells(result.reference, True), *(_cells(row, False) for row in result.rows)])
+    rows = (result.reference, *result.rows)
+    costs = [[write(row.readings) for row in rows] for _, write in _COSTS]
+    shown = [i for i, cells in enumerate(costs) if any(cell != _DASH for cell in cells)]
+    cells = [
+        [
+            row.name + (" (reference)" if row is result.reference else ""),
+            *_quality(row, result.reference),
+            *(costs[i][n] for i in shown),
+        ]
+        for n, row in enumerate(rows)
+    ]
+    return markdown(("KV cache", *_QUALITY, *(_COSTS[i][0] for i in shown)), cells)
+
+
+def footnote(plan: EvaluationPlan) -> str:
+    """What the table's numbers are about, in a line."""
+    weights = "weights widened to F32" if plan.f32_weights else "the model's own weights"
+    return f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,}, {weights}"
 
 
 def to_json(plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
     """Everything in the table and the plan behind it, without the per-token lists (the rows file holds those)."""
-    rows = [
-        {"name": row.name, **asdict(row.divergence), "prefill_s": row.prefill_s, "decode_s": row.decode_s}
-        for row in result.rows
-    ]
     return {
         "model": str(plan.model),
         "n_prefix": plan.n_prefix,
         "n_tokens": plan.n_tokens,
         "f32_weights": plan.f32_weights,
-        "reference": {"name": result.reference.name, "perplexity": result.reference.divergence.perplexity},
-        "rows": rows,
+        "reference": _values(result.reference, result.reference),
+        "rows": [_values(row, result.reference) for row in result.rows],
         "failures": [{"name": name, "error": error} for name, error in result.failures],
     }
 
 
+def _values(row: RowResult, reference: RowResult) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        **asdict(row.divergence),
+        "perplexity_ratio": perplexity_ratio(row, reference),
+        "prefill_s": row.prefill_s,
+        "decode_s": row.decode_s,
+        **asdict(row.readings),
+    }
+
+
 def to_csv(result: Evaluation) -> str:
-    """One line per row with a header line."""
+    """One line per row with a header line, the reference first; empty where nothing was measured."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["name", "n_tokens", "mean_kl", "p99_kl", "max_kl", "same_top", "perplexity"])
-    for row in result.rows:
-        d = row.divergence
-        writer.writerow([row.name, d.n_tokens, d.mean_kl, d.p99_kl, d.max_kl, d.same_top, d.perplexity])
+    rows = [_values(row, result.reference) for row in (result.reference, *result.rows)]
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()

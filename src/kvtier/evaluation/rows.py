@@ -5,45 +5,60 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
-from ..settings import KVSettings
+from ..measuring.spec import SpecError, parse_spec
 from .divergence import Divergence, summarise
+from .readings import Readings, readings
 
 STOCK_TYPES = ("f16", "q8_0", "q4_0")
 PAGE_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+EXACT = "exact"  # the exact step of our own engine, by this name or by "kvtier f16"
 
 # Attention without flash attention over an F32 cache: matrix products and softmax in F32, in llama.cpp's own code.
 REFERENCE = Configuration("stock f32, flash attention off", type_k="f32", type_v="f32", flash_attn=False)
 
 
 def stock_row(kind: str) -> Configuration:
-    return Configuration(f"stock {kind}", type_k=kind, type_v=kind)
+    return replace(parse_spec(f"stock:{kind}"), name=f"stock {kind}")
 
 
 def kvtier_row(fmt: str) -> Configuration:
-    """Pages of one format, everything in RAM. The nominal type is the same, as `kvtier run -ctk fmt` has it.
-
-    F32 pages are the exception: llama.cpp casts a nominal F32 cache to F16 before flash attention sees it, so theirs is
-    F16. The rows reach us in F32 either way.
-    """
-    settings = KVSettings(host_type_k=fmt, host_type_v=fmt).to_native()
-    nominal = "f16" if fmt == "f32" else fmt
-    return Configuration(f"kvtier {fmt}", "kvtier", nominal, nominal, settings=settings)
+    """Pages of one format, everything in RAM. The nominal type is the same, as `kvtier run -ctk fmt` has it."""
+    return replace(parse_spec(f"kvtier:{fmt}"), name=f"kvtier {fmt}")
 
 
 def default_rows() -> list[Configuration]:
     return [*map(stock_row, STOCK_TYPES), *map(kvtier_row, PAGE_FORMATS)]
 
 
+def find_rows(names: Sequence[str]) -> list[Configuration]:
+    """The configurations of these names or specs, each once. Raises SpecError."""
+    known = {row.name: row for row in (REFERENCE, *default_rows())}
+    known[EXACT] = replace(kvtier_row("f16"), name=EXACT)
+    rows: dict[str, Configuration] = {}
+    for name in names:
+        if name not in known and ":" not in name:
+            raise SpecError(
+                f"no row is called {name!r}",
+                f"Rows: {', '.join(repr(n) for n in known)}, or a configuration such as kvtier:q8_0,host=64MiB,disk=1GiB.",
+            )
+        rows[name] = known[name] if name in known else parse_spec(name)
+    return list(rows.values())
+
+
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """Per-token figures of one configuration; `divergence` sums them up."""
+    """Per-token figures of one configuration; `divergence` sums them up.
+
+    `reading` holds what the tokens that were fed one at a time cost: see `readings`.
+    """
 
     name: str
     kl: tuple[float, ...]
@@ -51,13 +66,19 @@ class RowResult:
     nll: tuple[float, ...]
     prefill_s: float
     decode_s: float
+    reading: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def divergence(self) -> Divergence:
         return summarise(self.kl, self.same_top, self.nll)
 
+    @property
+    def readings(self) -> Readings:
+        return readings(self.reading, len(self.nll), self.decode_s)
+
     @classmethod
     def from_answer(cls, name: str, answer: dict[str, Any]) -> RowResult:
+        """Raises KeyError, TypeError or ValueError where the answer is not one of `score`'s."""
         return cls(
             name,
             tuple(float(x) for x in answer["kl"]),
@@ -65,6 +86,7 @@ class RowResult:
             tuple(float(x) for x in answer["nll"]),
             float(answer["prefill_s"]),
             float(answer["decode_s"]),
+            {str(key): float(value) for key, value in answer["reading"].items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,12 +97,17 @@ class RowResult:
             "nll": list(self.nll),
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
+            "reading": dict(self.reading),
         }
 
 
 def row_key(config: Configuration, context: dict[str, Any]) -> str:
-    """A hash of everything that a row's figures depend on: configuration, model, text, lengths, engine builds."""
-    text = json.dumps({"config": config.to_dict(), **context}, sort_keys=True)
+    """A hash of everything that a row's figures depend on: configuration, model, text, lengths, engine builds.
+
+    What the row is called is no part of it.
+    """
+    settings = {key: value for key, value in config.to_dict().items() if key != "name"}
+    text = json.dumps({"config": settings, **context}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -103,7 +130,7 @@ class RowFile:
     def _lines(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
@@ -116,7 +143,8 @@ class RowFile:
         found = None
         for entry in self._lines():
             if entry["key"] == key:
-                found = RowResult.from_answer(entry["row"]["name"], entry["row"])
+                with suppress(KeyError, TypeError, ValueError, AttributeError):  # a row that was damaged is measured again
+                    found = RowResult.from_answer(entry["row"]["name"], entry["row"])
         return found
 
     def add(self, key: str, row: RowResult) -> None:

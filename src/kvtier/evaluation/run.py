@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Run:
             "rope": [self.rope.freq_base, self.rope.freq_scale],
         }
 
-    def _measure(self, config: Configuration, write: bool) -> RowResult:
+    def measure(self, config: Configuration, write: bool) -> RowResult:
         plan = self.plan
         opening = Opening(str(self.model()), config, plan.n_ctx, plan.n_threads, rope=self.rope)
         with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
@@ -104,7 +104,7 @@ class _Run:
         if found is not None and (self.logits.exists() or not needed):
             return found
         try:
-            row = self._measure(self.plan.reference, write=True)
+            row = self.measure(self.plan.reference, write=True)
         except BaseException:
             self.logits.unlink(missing_ok=True)  # an unfinished table must not be compared with
             raise
@@ -160,7 +160,7 @@ def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:
         if found[config.name] is not None:
             continue
         try:
-            row = run._measure(config, write=False)
+            row = run.measure(config, write=False)
         except MeasuringError as error:
             failures.append((config.name, str(error)))
             continue
@@ -168,4 +168,5 @@ def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:
         found[config.name] = row
     if not failures and not keep_logits:
         run.logits.unlink(missing_ok=True)
-    return Evaluation(reference, tuple(row for row in found.values() if row is not None), tuple(failures))
+    rows = tuple(replace(row, name=name) for name, row in found.items() if row is not None)
+    return Evaluation(replace(reference, name=plan.reference.name), rows, tuple(failures))

@@ -11,6 +11,7 @@ import numpy as np
 from ..measuring.engine import Engine
 from ..measuring.errors import MeasuringError
 from .divergence import kl_divergence, log_softmax
+from .readings import counts_between
 
 _PREFILL_STEP = 512
 _DECODE_STEP = 16
@@ -28,7 +29,8 @@ def score(
     """Feed `n_prefix` tokens in batches, then `n_tokens` more one at a time, and look at each step's distribution.
 
     `reference` is a raw file of float32 [n_tokens, n_vocab] logits: written if `write`, else compared with. The answer
-    holds per-token lists: `kl` (nats), `same_top`, `nll` (nats), and the seconds that prefix and decode took.
+    holds per-token lists: `kl` (nats), `same_top`, `nll` (nats), the seconds that prefix and decode took, and in `reading`
+    what the engine counted over the decoded tokens.
     """
     if len(tokens) < n_prefix + n_tokens + 1:
         raise MeasuringError(f"the text has {len(tokens)} tokens; {n_prefix} + {n_tokens} + 1 are needed")
@@ -42,19 +44,22 @@ def score(
     table = np.memmap(reference, np.float32, "w+" if write else "r", shape=shape)
     kl, same_top, nll = np.zeros(n_tokens), np.ones(n_tokens, bool), np.zeros(n_tokens)
     decode_s = 0.0
+    before, cells_before = engine.counts(), engine.cell_bytes()
     for i in range(n_tokens):
         if i % _DECODE_STEP == 0:
             progress("decode", i, n_tokens)
         start = time.perf_counter()
         engine.decode((tokens[n_prefix + i],))
-        logits = engine.logits()
         decode_s += time.perf_counter() - start
+        logits = engine.logits()
         nll[i] = -log_softmax(logits)[tokens[n_prefix + i + 1]]
         if write:
             table[i] = logits
         else:
             kl[i] = kl_divergence(table[i], logits)
             same_top[i] = int(np.argmax(table[i])) == int(np.argmax(logits))
+    reading = counts_between(before, engine.counts())
+    reading["cell_bytes"] = n_tokens * (cells_before + engine.cell_bytes()) / 2
     if write:
         table.flush()
     return {
@@ -63,4 +68,5 @@ def score(
         "nll": nll.tolist(),
         "prefill_s": prefill_s,
         "decode_s": decode_s,
+        "reading": reading,
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..settings import KVSettings
 from .errors import MeasuringError
 
 EngineName = Literal["stock", "kvtier"]
@@ -37,6 +39,13 @@ class Configuration:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def make_directory(self) -> None:
+        """Make the disk tier's directory if it is the user's cache folder; one that was named must exist."""
+        default = KVSettings(disk=1).disk_dir()
+        if default is not None and f"dir={default}" in self.settings.split("\n"):
+            with suppress(OSError):  # the native library says what is wrong with it
+                default.mkdir(parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

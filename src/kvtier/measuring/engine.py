@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .config import GGML_TYPES, Opening
 from .errors import MeasuringError, StateLayoutError
 
 _TEMPLATE_TOKENS = 256  # real tokens whose cells fill a longer context
+
+_CELL_HEAD_BYTES = 12  # position, number of sequences and sequence of a cell in a saved state
 
 
 class Engine:
@@ -69,6 +72,7 @@ class Engine:
         from .. import _native, runtime
 
         device = runtime.load().device
+        opening.config.make_directory()
         self._domain = _native.Domain(opening.config.settings)
         return device
 
@@ -124,6 +128,16 @@ class Engine:
     def disk_read_bytes(self) -> int:
         """Bytes that kvtier read from its disk tier so far; 0 for stock."""
         return int(self._domain.figures().disk_read_bytes) if self._domain is not None else 0
+
+    def counts(self) -> dict[str, Any]:
+        """kvtier's figures so far, tiers left out; empty for stock."""
+        if self._domain is None:
+            return {}
+        return {name: value for name, value in asdict(self._domain.figures()).items() if name != "tiers"}
+
+    def cell_bytes(self) -> int:
+        """Bytes of all cells that the next token sees, in the format of the cache that llama.cpp knows."""
+        return max(0, self.state_bytes() - _CELL_HEAD_BYTES * self.n_past)
 
     def n_ctx_train(self) -> int:
         return int(self._lib.llama_model_n_ctx_train(self._model))

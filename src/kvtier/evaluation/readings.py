@@ -1,0 +1,49 @@
+"""What decoding cost beside quality: bytes read, time, and what of the attention was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+# Figures that are the largest or the latest of something; of all others the difference over the scored tokens counts.
+LEVELS: Final = ("peak_", "max_")
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Figures per token fed on its own; None where the engine does not measure it.
+
+    Attributes:
+        ram_bytes: keys and values that attention read, bytes per token. For stock: all cells that the token sees.
+        disk_bytes: what the disk tier read, bytes per token.
+        per_s: tokens per second.
+    """
+
+    ram_bytes: float | None
+    disk_bytes: float | None
+    per_s: float | None
+
+
+def counts_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """What was counted between two moments, of the figures that are numbers."""
+    return {
+        name: float(value if name.startswith(LEVELS) else value - before[name])
+        for name, value in after.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def readings(counts: Mapping[str, float], n_tokens: int, seconds: float) -> Readings:
+    """The figures per token from what `counts_between` counted over `n_tokens`."""
+
+    def per_token(*names: str) -> float | None:
+        if n_tokens == 0 or not all(name in counts for name in names):
+            return None
+        return sum(counts[name] for name in names) / n_tokens
+
+    return Readings(
+        ram_bytes=per_token("k_bytes_read", "v_bytes_read") if "k_bytes_read" in counts else per_token("cell_bytes"),
+        disk_bytes=per_token("disk_read_bytes"),
+        per_s=n_tokens / seconds if seconds > 0 else None,
+    )

@@ -1,0 +1,116 @@
+"""Configurations as people write them, for example `kvtier:q8_0,host=64MiB,disk=1GiB` or `stock:f16`.
+
+Before the colon stands the engine, after it are settings with commas between them. A setting without a key is the
+cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Final, get_args, get_type_hints
+
+from ..errors import KvtierError, UsageError
+from ..settings import KVSettings
+from ..sizes import parse_tokens
+from .config import GGML_TYPES, Configuration, EngineName
+
+ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
+CACHE_KEYS: Final = ("cache", "cache-k", "cache-v")
+STOCK_KEYS: Final = (*CACHE_KEYS, "flash-attn")
+_BYTES: Final = ("host", "disk")  # KVSettings understands their text
+_SHORT: Final = {"host-k": "host-type-k", "host-v": "host-type-v", "disk-k": "disk-type-k", "disk-v": "disk-type-v"}
+_SWITCH: Final = {"on": True, "off": False}
+
+
+class SpecError(UsageError):
+    """A configuration that cannot be read; says which part of it, and what is allowed there."""
+
+
+def setting_keys() -> dict[str, str]:
+    """Every key of kvtier's settings, and the field of KVSettings that it sets."""
+    return {field.name.removeprefix("kv_").replace("_", "-"): field.name for field in fields(KVSettings)}
+
+
+def parse_spec(text: str) -> Configuration:
+    """The configuration that `text` describes, named by it. Raises SpecError."""
+    spec = text.strip()
+    engine, colon, rest = spec.partition(":")
+    if engine not in ENGINES or not colon:
+        raise SpecError(
+            f"{text!r} is no configuration: it must begin with {' or '.join(f'{name}:' for name in ENGINES)}",
+            "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.",
+        )
+    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys()))
+    type_k, type_v = _cache_types(spec, pairs)
+    try:
+        if engine == "stock":
+            flash_attn = _switch(pairs.get("flash-attn", "on"))
+            return Configuration(spec, "stock", type_k, type_v, flash_attn)
+        settings = _settings(spec, pairs).with_cache_types(type_k, type_v)
+        # llama.cpp casts a nominal F32 cache to F16 as a whole at every step; the rows reach us in F32 either way.
+        nominal = ["f16" if kind == "f32" else kind for kind in (type_k, type_v)]
+        return Configuration(spec, "kvtier", nominal[0], nominal[1], settings=settings.to_native())
+    except SpecError:
+        raise
+    except (KvtierError, ValueError) as error:
+        message, hint = (error.message, error.hint) if isinstance(error, KvtierError) else (str(error), "")
+        raise SpecError(f"{spec}: {message}", hint) from None
+
+
+def _pairs(spec: str, rest: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            key, value = "cache", part
+        key = key.strip().lower().replace("_", "-")
+        key = _SHORT.get(key, key) if _SHORT.get(key) in allowed else key
+        if key not in allowed:
+            raise SpecError(f"{spec}: there is no setting {key!r}", f"Settings: {', '.join(allowed)}.")
+        if key in pairs:
+            raise SpecError(f"{spec}: {key} is given twice", "Leave one of them out.")
+        if not value.strip():
+            raise SpecError(f"{spec}: {key} has no value", f"Write {key}=VALUE, or leave it out.")
+        pairs[key] = value.strip()
+    return pairs
+
+
+def _cache_types(spec: str, pairs: dict[str, str]) -> tuple[str, str]:
+    both = pairs.get("cache", "f16")
+    kinds = [pairs.get(key, both).lower() for key in ("cache-k", "cache-v")]
+    for kind in kinds:
+        if kind not in GGML_TYPES:
+            raise SpecError(f"{spec}: {kind!r} is no cache type", f"Cache types: {', '.join(GGML_TYPES)}.")
+    return kinds[0], kinds[1]
+
+
+def _settings(spec: str, pairs: dict[str, str]) -> KVSettings:
+    keys, hints = setting_keys(), get_type_hints(KVSettings)
+    values: dict[str, Any] = {}
+    for key, text in pairs.items():
+        if key in CACHE_KEYS:
+            continue
+        name = keys[key]
+        try:
+            values[name] = _value(name, hints[name], text)
+        except ValueError as error:
+            raise SpecError(f"{spec}: {key}: {error}") from None
+    return KVSettings(**values)
+
+
+def _value(name: str, hint: Any, text: str) -> Any:
+    """`text` as the type of a field. Raises ValueError."""
+    kinds = get_args(hint) or (hint,)
+    if name in _BYTES or str in kinds:
+        return text
+    if bool in kinds:
+        return _switch(text)
+    if int in kinds:
+        return parse_tokens(text)
+    return float(text) if float in kinds else text
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ValueError(f"{text!r} is neither on nor off")
+    return _SWITCH[text.lower()]

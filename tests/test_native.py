@@ -63,7 +63,7 @@ def test_names_match_the_library() -> None:
     assert all(tuple(tier.bytes_by_format) == FORMATS for tier in figures.tiers.values())
     assert figures.tiers["host"].budget_bytes is None
     declared = _header().split("kvt_tier_figures tier[5];")[1].split("}")[0]
-    assert set(Figures.__dataclass_fields__) - {"tiers"} == set(re.findall(r"uint64_t (\w+);", declared))
+    assert set(Figures.__dataclass_fields__) - {"tiers"} == set(re.findall(r"(?:uint64_t|double) +(\w+);", declared))
     domain.close()
 
 

@@ -26,10 +26,11 @@ def test_defaults_set_nothing() -> None:
 
 def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
     settings = KVSettings(host="1GiB", disk="2GiB", dir=tmp_path, host_type_k="Q8_0", host_type_v="q4_0", disk_type_k="q4_0", disk_type_v="q4_1",
-                          page_tokens=64, io_threads=3, protect_first=2, protect_last=4, mass_decay=0.5)  # fmt: skip
+                          page_tokens=64, io_threads=3, protect_first=2, protect_last=4, mass_decay=0.5, fidelity="bounded:0.1", read_budget=4096)  # fmt: skip
     lines = dict(line.split("=", 1) for line in settings.to_native().splitlines())
     assert lines == {"host": str(1 << 30), "disk": str(2 << 30), "dir": str(tmp_path), "host-k": "q8_0", "host-v": "q4_0", "disk-k": "q4_0", "disk-v": "q4_1",
-                     "page-tokens": "64", "io-threads": "3", "protect-first": "2", "protect-last": "4", "mass-decay": "0.5"}  # fmt: skip
+                     "page-tokens": "64", "io-threads": "3", "protect-first": "2", "protect-last": "4", "mass-decay": "0.5",
+                     "fidelity": "bounded:0.1", "read-budget": "4096"}  # fmt: skip
     assert len(lines) == len(dataclasses.fields(settings))
     domain = _native.Domain(settings.to_native())
     figures = domain.figures()

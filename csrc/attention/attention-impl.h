@@ -37,7 +37,9 @@ struct kvt_attention {
     int n_threads;
     struct kvt_attention_stats stats;
     struct kvt_visibility vis;    // for ops that bring none
-    struct kvt_buf pages, q, state, tiles, slots, probs, mass;
+    struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds;
+    const uint32_t * pages_read;  // of the last op, in `pages` or `recall`
+    size_t n_pages_read;
 };
 
 // One operation while it runs.
@@ -91,6 +93,13 @@ static inline void kvt_job_fail(struct kvt_job * j, int code) {
 }
 static inline size_t kvt_round_up(size_t n, size_t to) { return (n + to - 1)/to*to; }
 
+static inline const uint8_t * kvt_job_keys(const struct kvt_job * j, int h, size_t sub) {
+    return kvt_keys_sub(j->op->keys, h, (size_t) j->op->page_first*j->subs_per_page + sub);
+}
+
+// Rows of all KV heads [n_head_kv], scaled; `quantized`: with the 16-bit form
+int  kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows ** out);
+int  kvt_recall_run (struct kvt_job * j);   // pins its pages itself
 int  kvt_decode_run (struct kvt_job * j);
 int  kvt_prefill_run(struct kvt_job * j);
 

@@ -30,7 +30,7 @@ extern "C" int kvt_attention_create(struct kvt_attention ** out, int n_threads) 
 
 extern "C" void kvt_attention_free(struct kvt_attention * a) {
     if (!a) return;
-    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs, &a->mass };
+    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs, &a->mass, &a->recall, &a->bounds };
     for (struct kvt_buf * b : all) kvt_buf_free(b);
     free(a);
 }
@@ -38,12 +38,19 @@ extern "C" void kvt_attention_free(struct kvt_attention * a) {
 extern "C" void kvt_attention_set_n_threads(struct kvt_attention * a, int n_threads) { a->n_threads = n_threads < 1 ? 1 : n_threads; }
 extern "C" void kvt_attention_get_stats(const struct kvt_attention * a, struct kvt_attention_stats * out) { *out = a->stats; }
 
+extern "C" const uint32_t * kvt_attention_pages(const struct kvt_attention * a, size_t * n) {
+    *n = a->n_pages_read;
+    return a->pages_read;
+}
+
 static int check_op(const struct kvt_attention_op * op) {
     const struct kvt_geometry * g = &op->geo;
     if (g->n_head_kv < 1 || g->d_k < 1 || g->d_v < 0 || g->page_tokens < KVT_SUB || g->page_tokens % KVT_SUB) return KVT_ERR_INVALID;
     if (op->n_head_q < 1 || op->n_head_q % g->n_head_kv || op->n_queries < 1 || op->n_kv < 1) return KVT_ERR_INVALID;
     if (op->d_v_out < 1 || (g->d_v ? op->d_v_out != g->d_v : op->d_v_out > g->d_k)) return KVT_ERR_INVALID;
     if (!op->source || !op->q || !op->dst) return KVT_ERR_INVALID;
+    if (op->keys && (op->keys->layout.geo.n_head_kv != g->n_head_kv || op->keys->layout.geo.d_k != g->d_k)) return KVT_ERR_INVALID;
+    if (op->recall && (!op->keys || !op->recall->digests || !op->recall->report || !(op->recall->eps > 0.0f && op->recall->eps < 1.0f))) return KVT_ERR_INVALID;
     const size_t n_pages = (size_t) (op->n_kv + g->page_tokens - 1)/g->page_tokens;
     if (op->mass && (op->page_first + n_pages > op->mass->n_pages || op->mass->n_cells != op->mass->n_pages*(size_t) g->page_tokens)) return KVT_ERR_INVALID;
     return 0;
@@ -131,16 +138,26 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
     j->subs_per_page = op->geo.page_tokens/KVT_SUB;
     j->n_sub         = (size_t) (op->n_kv + KVT_SUB - 1)/KVT_SUB;
     j->n_mass_queries = 0;
+    j->n_pages = j->n_missing = 0;
     j->error = 0; j->next = 0;
     err = find_visibility(j);
-    if (!err) err = pin_pages(j);
     if (err) return err;
+    const bool decode = op->geo.d_v != 0 && j->n_rows <= KVT_DECODE_ROWS;
+    if (decode && op->recall) {
+        err = kvt_recall_run(j);
+        if (!err && op->mass) err = kvt_mass_apply(j);
+        a->stats.n_steps++;
+        return err;
+    }
+    err = pin_pages(j);
+    if (err) return err;
+    a->pages_read   = j->pages;
+    a->n_pages_read = j->n_pages;
     if (j->n_missing && op->source->prefetch) {
         uint32_t * list = (uint32_t *) kvt_buf_need(&a->mass, j->n_missing*sizeof(uint32_t));
         for (size_t i = 0; list && i < j->n_missing; i++) list[i] = j->pages[j->missing[i]];
         if (list) op->source->prefetch(op->source->ctx, list, j->n_missing);
     }
-    const bool decode = op->geo.d_v != 0 && j->n_rows <= KVT_DECODE_ROWS;
     err = decode ? kvt_decode_run(j) : kvt_prefill_run(j);
     if (j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
     if (!err && op->mass) err = kvt_mass_apply(j);

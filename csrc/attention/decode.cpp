@@ -30,63 +30,6 @@ struct decode_thread {
 
 static size_t align_floats(size_t n) { return kvt_round_up(n, 16); }
 
-// One row's 16-bit form. A row that holds something not finite gives not-finite scores through its step.
-static void quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum) {
-    for (int b = 0; b < n_blocks; b++, row += 32, pair += 16) {
-        int32_t bits[32], most_bits = 0;   // the order of magnitudes is the order of their bits
-        memcpy(bits, row, sizeof(bits));
-        for (int i = 0; i < 32; i++) {
-            const int32_t x = bits[i] & 0x7fffffff;
-            most_bits = x > most_bits ? x : most_bits;
-        }
-        float most;
-        memcpy(&most, &most_bits, sizeof(most));
-        step[b] = most/32767.0f;
-        const float inv = step[b] > FLT_MIN && most <= FLT_MAX ? 32767.0f/most : 0.0f;
-        int32_t x[32], total = 0;
-        for (int i = 0; i < 32; i++) {
-            const float v = inv != 0.0f ? row[i]*inv : 0.0f;
-            x[i] = (int32_t) (v + (v < 0.0f ? -0.5f : 0.5f));
-            total += x[i];
-        }
-        for (int g = 0; g < 8; g++) {
-            pair[2*g]     = (int32_t) ((uint32_t) x[4*g + 2] << 16 | (uint16_t) x[4*g]);
-            pair[2*g + 1] = (int32_t) ((uint32_t) x[4*g + 3] << 16 | (uint16_t) x[4*g + 1]);
-        }
-        sum[b] = total;
-    }
-}
-
-// Scales q; with quantized pages about, makes the 16-bit form too.
-static int prepare_q(struct decode * d) {
-    struct kvt_job * j = d->j;
-    const struct kvt_attention_op * op = j->op;
-    const int32_t d_k = op->geo.d_k, n_blocks = d_k/32;
-    const size_t n_rows = (size_t) j->n_rows, n_heads = (size_t) op->geo.n_head_kv;
-    const size_t per_row = (size_t) d_k + d_k/2 + 2*n_blocks;
-    const size_t q_bytes = kvt_round_up(n_heads*sizeof(struct kvt_q_rows), 64);
-    char * p = (char *) kvt_buf_need(&j->a->q, q_bytes + n_heads*n_rows*per_row*sizeof(float));
-    if (!p) return KVT_ERR_NOMEM;
-    bool quantized = j->n_missing > 0;
-    for (size_t i = 0; i < j->n_pages && !quantized; i++) quantized = j->refs[i].data && j->refs[i].layout->fmt_k >= KVT_FORMAT_Q8_0;
-    d->q = (struct kvt_q_rows *) p;
-    float * f = (float *) (p + q_bytes);
-    const float scale = kvt_job_q_scale(op);
-    for (size_t h = 0; h < n_heads; h++, f += n_rows*per_row) {
-        float   * step = f + n_rows*d_k;
-        int32_t * pair = (int32_t *) (step + n_rows*n_blocks);
-        int32_t * sum  = pair + n_rows*(d_k/2);
-        d->q[h].f = f; d->q[h].step = step; d->q[h].pair = pair; d->q[h].sum = sum; d->q[h].d_k = d_k;
-        for (size_t r = 0; r < n_rows; r++) {
-            const float * src = kvt_job_q(op, (int64_t) (r/j->n_group), (int) (h*j->n_group + r%j->n_group));
-            float * row = f + r*d_k;
-            for (int c = 0; c < d_k; c++) row[c] = src[c]*scale;
-            if (quantized && d_k % 32 == 0) quantize_row(row, n_blocks, pair + r*(d_k/2), step + r*n_blocks, sum + r*n_blocks);
-        }
-    }
-    return 0;
-}
-
 // scores of one sub become weights; the rows' states move
 static void weigh(const struct decode * d, const struct decode_thread * t, float * s, size_t ld, int h, size_t sub, int cls) {
     const struct kvt_job * j = d->j;
@@ -127,14 +70,16 @@ static void do_page(const struct decode * d, struct decode_thread * t, const str
                 weigh(d, t, s, ld, h, sub, cls[sub]);
                 continue;
             }
-            const uint8_t * k = ref->data + kvt_k_sub_off(lay, h, i), * v = k + lay->k_sub_bytes;
+            const uint8_t * kv = ref->data + kvt_k_sub_off(lay, h, i), * v = kv + lay->k_sub_bytes;
             // what is read some units from now: the page's bytes lie in the order of reading, and the next page's follow
-            const size_t ahead = (size_t) (k - ref->data) + distance;
-            const uint8_t * k_next = ahead < lay->page_bytes ? ref->data + ahead : next && next->data ? next->data + (ahead - lay->page_bytes) : k;
-            j->k->scores[lay->fmt_k](&d->q[h], 0, n_rows, k, s, ld, (const char *) k_next);
+            const size_t ahead = (size_t) (kv - ref->data) + distance;
+            const uint8_t * kv_next = ahead < lay->page_bytes ? ref->data + ahead : next && next->data ? next->data + (ahead - lay->page_bytes) : kv;
+            const struct kvt_page_layout * k_lay = op->keys ? &op->keys->layout : lay;
+            const uint8_t * k = op->keys ? kvt_job_keys(j, h, sub) : kv, * k_next = op->keys ? k + k_lay->k_sub_bytes : kv_next;
+            j->k->scores[k_lay->fmt_k](&d->q[h], 0, n_rows, k, s, ld, (const char *) k_next);
             weigh(d, t, s, ld, h, sub, cls[sub]);
-            j->k->accumulate[lay->fmt_v](s, ld, n_rows, j->d_v_pad, v, t->o + (size_t) h*n_rows*j->d_v_pad, (const char *) k_next + lay->k_sub_bytes);
-            t->k_bytes += lay->k_sub_bytes;
+            j->k->accumulate[lay->fmt_v](s, ld, n_rows, j->d_v_pad, v, t->o + (size_t) h*n_rows*j->d_v_pad, (const char *) kv_next + lay->k_sub_bytes);
+            t->k_bytes += k_lay->k_sub_bytes;
             t->v_bytes += lay->v_sub_bytes;
         }
     }
@@ -248,11 +193,18 @@ static void finish(struct decode * d) {
     }
 }
 
+static bool meets_quantized_keys(const struct kvt_job * j) {
+    if (j->op->keys) return j->op->keys->layout.fmt_k >= KVT_FORMAT_Q8_0;
+    bool found = j->n_missing > 0;
+    for (size_t i = 0; i < j->n_pages && !found; i++) found = j->refs[i].data && j->refs[i].layout->fmt_k >= KVT_FORMAT_Q8_0;
+    return found;
+}
+
 int kvt_decode_run(struct kvt_job * j) {
     struct decode d;
     d.j = j;
     d.k_bytes = 0; d.v_bytes = 0;
-    int err = prepare_q(&d);
+    int err = kvt_queries_prepare(j, meets_quantized_keys(j), &d.q);
     if (!err) err = kvt_mass_prepare(j, j->op->n_queries);
     if (err) return err;
 

@@ -68,6 +68,17 @@ struct kvt_kernels {
     void (*mass_sub)(const float * p, size_t ld, int n_rows, const float * f, float * out);
     // mean = decay*mean + (1 - decay)*x, max = max(max, x) over n; returns the sum of x
     float (*mass_update)(float * mean, float * max, const float * x, size_t n, float decay);
+
+    // bounded recall: rows of scores or weights, n a multiple of 32
+    float (*row_max)(const float * s, size_t n);
+    float (*row_exp2)(float * s, size_t n, float m);                                    // s = 2^(s - m); returns the sum
+    void  (*sums_below)(const float * p, size_t n, const float * t, float * out);       // out[i] += sum of the p < t[i], 4 of them
+    // one sub: bit t is set where some row's weight reaches its threshold
+    uint32_t (*pick)(const float * p, size_t ld, int n_rows, const float * thresholds);
+    // one sub: out[r] = what row r weighs where picked has no bit
+    void (*sums_unpicked)(const float * p, size_t ld, int n_rows, uint32_t picked, float * out);
+    // as accumulate, of the picked tokens only
+    void (*accumulate_some[KVT_FORMAT_COUNT])(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, uint32_t picked, float * o);
 };
 
 #ifdef __cplusplus

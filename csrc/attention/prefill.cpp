@@ -69,10 +69,11 @@ static void load_sub(const struct prefill * p, struct tile * t, int h, const str
     const int32_t d_k = j->op->geo.d_k;
     float * k = t->k + (size_t) t->n_subs*d_k*KVT_SUB, * v = t->v + (size_t) t->n_subs*KVT_SUB*j->d_v_pad;
     if (pg->data) {
-        const uint8_t * k_sub = pg->data + kvt_k_sub_off(pg->layout, h, i_sub);
-        j->k->load_k[pg->layout->fmt_k](k_sub, d_k, k);
+        const struct kvt_keys * keys = j->op->keys;
+        const uint8_t * k_sub = keys ? kvt_job_keys(j, h, sub) : pg->data + kvt_k_sub_off(pg->layout, h, i_sub);
+        j->k->load_k[keys ? keys->layout.fmt_k : pg->layout->fmt_k](k_sub, d_k, k);
         if (j->op->geo.d_v) {
-            j->k->load_v[pg->layout->fmt_v](k_sub + pg->layout->k_sub_bytes, j->d_v_pad, v);
+            j->k->load_v[pg->layout->fmt_v](pg->data + kvt_v_sub_off(pg->layout, h, i_sub), j->d_v_pad, v);
         } else {
             j->k->transpose(k, j->op->d_v_out, j->d_v_pad, v);
         }
@@ -257,7 +258,7 @@ static void count_bytes(const struct prefill * p) {
     for (size_t c = p->chunk_first; c < p->chunk_end; c++) {
         if (!p->chunk[c].data) continue;
         const size_t n = (size_t) j->op->geo.n_head_kv*j->subs_per_page;
-        j->a->stats.k_bytes += n*p->chunk[c].layout->k_sub_bytes;
+        j->a->stats.k_bytes += n*(j->op->keys ? j->op->keys->layout.k_sub_bytes : p->chunk[c].layout->k_sub_bytes);
         j->a->stats.v_bytes += n*p->chunk[c].layout->v_sub_bytes;
     }
 }

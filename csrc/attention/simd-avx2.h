@@ -28,6 +28,11 @@ static inline float vf_hsum(vf v) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
+// x where it is below t, else 0
+static inline vf vf_keep_lt(vf x, vf t) { return _mm256_and_ps(_mm256_cmp_ps(x, t, _CMP_LT_OQ), x); }
+// bit i: lane i of x is at least t's
+static inline uint32_t vf_bits_ge(vf x, vf t) { return (uint32_t) _mm256_movemask_ps(_mm256_cmp_ps(x, t, _CMP_GE_OQ)); }
+
 static inline vf vf_load_f16(const uint16_t * p)  { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
 static inline vf vf_load_bf16(const uint16_t * p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16));

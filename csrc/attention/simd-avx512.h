@@ -21,6 +21,11 @@ static inline bool vf_any_gt(vf a, vf b)        { return _mm512_cmp_ps_mask(a, b
 static inline float vf_hmax(vf v)              { return _mm512_reduce_max_ps(v); }
 static inline float vf_hsum(vf v)              { return _mm512_reduce_add_ps(v); }
 
+// x where it is below t, else 0
+static inline vf vf_keep_lt(vf x, vf t) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, t, _CMP_LT_OQ), x); }
+// bit i: lane i of x is at least t's
+static inline uint32_t vf_bits_ge(vf x, vf t) { return (uint32_t) _mm512_cmp_ps_mask(x, t, _CMP_GE_OQ); }
+
 static inline vf vf_load_f16(const uint16_t * p)  { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
 static inline vf vf_load_bf16(const uint16_t * p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *) p)), 16));

@@ -20,6 +20,14 @@ static inline bool vf_any_gt(vf a, vf b)        { return vmaxvq_u32(vcgtq_f32(a,
 static inline float vf_hmax(vf v)              { return vmaxvq_f32(v); }
 static inline float vf_hsum(vf v)              { return vaddvq_f32(v); }
 
+// x where it is below t, else 0
+static inline vf vf_keep_lt(vf x, vf t) { return vreinterpretq_f32_u32(vandq_u32(vcltq_f32(x, t), vreinterpretq_u32_f32(x))); }
+// bit i: lane i of x is at least t's
+static inline uint32_t vf_bits_ge(vf x, vf t) {
+    static const uint32_t weights[4] = { 1, 2, 4, 8 };
+    return vaddvq_u32(vandq_u32(vcgeq_f32(x, t), vld1q_u32(weights)));
+}
+
 static inline vf vf_load_f16(const uint16_t * p)  { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static inline vf vf_load_bf16(const uint16_t * p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 static inline int32x4_t load4_i8(const void * p) {

@@ -22,6 +22,14 @@ static inline float f_max(float a, float b)    { return a > b ? a : b; }
 static inline float vf_hmax(vf v)              { return f_max(f_max(v[0], v[1]), f_max(v[2], v[3])); }
 static inline float vf_hsum(vf v)              { return (v[0] + v[1]) + (v[2] + v[3]); }
 
+// x where it is below t, else 0
+static inline vf vf_keep_lt(vf x, vf t) { return (vf) ((vi) x & (x < t)); }
+// bit i: lane i of x is at least t's
+static inline uint32_t vf_bits_ge(vf x, vf t) {
+    const vi c = x >= t;
+    return (uint32_t) ((c[0] & 1) | (c[1] & 2) | (c[2] & 4) | (c[3] & 8));
+}
+
 // exact for every F16, subnormals, infinities and NaN included
 static inline float f_from_f16(uint16_t h) {
     const uint32_t sign = (uint32_t) (h & 0x8000) << 16;

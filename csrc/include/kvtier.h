@@ -60,6 +60,16 @@ typedef struct {
     uint64_t pages_read;
     uint64_t pages_skipped;       // masked out as a whole
     uint64_t n_fallback;          // operations on cache tensors that went to the CPU backend
+    // bounded fidelity: sums over query rows (one query of one query head of one layer)
+    uint64_t recall_rows;
+    uint64_t tokens_seen;         // keys scored, per KV head
+    uint64_t tokens_read;         // values read
+    uint64_t pages_wanted;        // pages of which a value was read
+    uint64_t pages_missing;       // of those: not in RAM
+    double   omitted_sum;         // softmax probability of the values that were not read
+    double   max_omitted;         // of one row
+    double   bound_sum;           // the same with what rounding of the stored keys can hide
+    double   max_bound;
 } kvt_figures;
 
 typedef struct {
@@ -77,6 +87,9 @@ typedef struct {
     const float * token_max;
     const float * page_mean;      // [n_pages]
     const float * page_max;
+    uint64_t last_seen;           // bounded fidelity, the last step: keys scored and values read, per KV head
+    uint64_t last_read;
+    double   last_omitted;        // mean over rows
 } kvt_layer_figures;
 
 // a page is about to leave the host tier, or has come back; data is valid only during the call
@@ -92,7 +105,8 @@ int          kvt_isa_set(const char * name);
 
 // Settings are "key=value" pairs separated by commas or newlines (the syntax of KVTIER_CONFIG, which may also be "@FILE"):
 //   host=BYTES disk=BYTES dir=PATH host-k=FMT host-v=FMT disk-k=FMT disk-v=FMT page-tokens=N io-threads=N
-//   protect-first=PAGES protect-last=PAGES mass-decay=X
+//   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded:EPS read-budget=TOKENS
+// With bounded fidelity the keys stay in RAM (in host-k, Q8_0 by default) and count against the host budget.
 // BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.
 // Unknown keys and bad values: KVT_ERR_CONFIG, kvt_last_error names the key, the value and what is allowed.
 int  kvt_domain_open(const char * settings, kvt_domain ** out);

@@ -40,7 +40,9 @@ static enum kvt_format pick(int wanted, int fallback, int32_t d) {
 }
 
 void kvt_domain_state::choose_formats(const kvt_geometry & geo, int nominal_k, int nominal_v, kvt_array_params * p) const {
-    p->fmt_k      = pick(m_settings.host_fmt_k, nominal_k >= 0 ? nominal_k : KVT_FORMAT_Q8_0, geo.d_k);
+    // keys that stay in memory are kept compact unless asked otherwise
+    const bool apart = m_settings.eps > 0.0f && geo.d_v > 0;
+    p->fmt_k      = pick(m_settings.host_fmt_k, nominal_k >= 0 && !(apart && nominal_k < KVT_FORMAT_Q8_0) ? nominal_k : KVT_FORMAT_Q8_0, geo.d_k);
     p->fmt_v      = pick(m_settings.host_fmt_v, nominal_v >= 0 ? nominal_v : KVT_FORMAT_Q8_0, geo.d_v);
     p->disk_fmt_k = pick(m_settings.disk_fmt_k, p->fmt_k, geo.d_k);
     p->disk_fmt_v = pick(m_settings.disk_fmt_v, p->fmt_v, geo.d_v);
@@ -62,6 +64,10 @@ static void source_release_many(void * ctx, const kvt_page_ref * refs, size_t n)
     kvt_array_release_many(static_cast<kvt_array *>(ctx), refs, n);
 }
 
+static int source_is_ready(void * ctx, const uint32_t * pages, size_t n, uint8_t * out) {
+    return kvt_array_is_ready(static_cast<kvt_array *>(ctx), pages, n, out);
+}
+
 static void source_prefetch(void * ctx, const uint32_t * pages, size_t n) {
     kvt_array_prefetch(static_cast<kvt_array *>(ctx), pages, n);
 }
@@ -71,12 +77,41 @@ std::shared_lock<std::shared_mutex> kvt_domain_state::hold_layers() const {
     return kvt_store_in_hook(m_store) ? std::shared_lock<std::shared_mutex>() : std::shared_lock<std::shared_mutex>(m_lifetime);
 }
 
+// The keys of the layer move out of its pages, and every sub-page gets a digest.
+int kvt_domain_state::keep_keys_apart(kvt_layer * layer) {
+    const kvt_geometry & geo     = layer->geo;
+    const kvt_array_params & p   = layer->params;
+    const uint32_t per_stream    = (p.cells_per_stream + (uint32_t) geo.page_tokens - 1)/(uint32_t) geo.page_tokens;
+    const size_t   n_cells       = (size_t) per_stream*p.n_streams*(size_t) geo.page_tokens;
+    int rc = kvt_keys_create(m_store, geo.n_head_kv, geo.d_k, n_cells, p.fmt_k, &layer->keys);
+    if (rc != KVT_OK) {
+        return fail(rc, "no memory for the keys");
+    }
+    kvt_digests * digests = nullptr;
+    rc = kvt_digests_create(&digests, geo.n_head_kv, geo.d_v, n_cells/KVT_SUB);
+    if (rc == KVT_OK && (rc = kvt_store_reserve(m_store, (int64_t) digests->n_bytes)) != KVT_OK) {
+        kvt_digests_free(digests);
+    }
+    if (rc != KVT_OK) {
+        return fail(rc, "no memory for the digests of the pages");
+    }
+    layer->digests = digests;
+    layer->params.geo.d_k = 0;
+    return KVT_OK;
+}
+
 int kvt_domain_state::add_layer(const kvt_array_params & params, const void * owner, kvt_layer ** out) {
     std::unique_lock<std::shared_mutex> alone(m_lifetime);
     std::unique_ptr<kvt_layer> layer(new kvt_layer);
     layer->params = params;
+    layer->geo    = params.geo;
     layer->owner  = owner;
-    int rc = kvt_store_array_add(m_store, &params, &layer->array);
+    layer->store  = m_store;
+    int rc = m_settings.eps > 0.0f && params.geo.d_v > 0 ? keep_keys_apart(layer.get()) : (int) KVT_OK;
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    rc = kvt_store_array_add(m_store, &layer->params, &layer->array);
     if (rc != KVT_OK) {
         return fail(rc, "cannot add a layer's cache to the store");
     }
@@ -84,7 +119,7 @@ int kvt_domain_state::add_layer(const kvt_array_params & params, const void * ow
     if (rc != KVT_OK) {
         return fail(rc, "no memory for the attention statistics");
     }
-    layer->source = { layer->array, source_acquire_resident, source_acquire, source_release_many, source_prefetch };
+    layer->source = { layer->array, source_acquire_resident, source_acquire, source_release_many, source_prefetch, has_disk() ? source_is_ready : nullptr };
     kvt_layer * added = layer.get();
     std::lock_guard<std::mutex> lock(m_mutex);
     m_layers.push_back(std::move(layer)); // if there is no memory for it, the layer goes again
@@ -176,6 +211,25 @@ int kvt_domain_state::evict_all() {
     return rc == KVT_OK ? KVT_OK : fail(rc, "cannot evict");
 }
 
+static void add_report(kvt_recall_report * to, const kvt_recall_report & r) {
+    to->n_rows        += r.n_rows;
+    to->tokens_seen   += r.tokens_seen;
+    to->tokens_read   += r.tokens_read;
+    to->pages_wanted  += r.pages_wanted;
+    to->pages_missing += r.pages_missing;
+    to->omitted_sum   += r.omitted_sum;
+    to->bound_sum     += r.bound_sum;
+    to->omitted_max    = std::max(to->omitted_max, r.omitted_max);
+    to->bound_max      = std::max(to->bound_max, r.bound_max);
+}
+
+void kvt_domain_state::report(kvt_layer * layer, const kvt_recall_report & r) {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    layer->last = r;
+    add_report(&layer->recall, r);
+    add_report(&m_recall, r);
+}
+
 void kvt_domain_state::remember(kvt_layer * layer, std::vector<uint32_t> pages) {
     std::lock_guard<std::mutex> lock(m_mutex); // another cache's thread may be looking for its next layer
     layer->seen.swap(pages);
@@ -255,6 +309,16 @@ int kvt_domain_state::figures(kvt_figures * out) const {
     out->pages_read       = pages_read;
     out->pages_skipped    = pages_skipped;
     out->n_fallback       = n_fallback;
+    std::lock_guard<std::mutex> lock(m_mutex);
+    out->recall_rows      = m_recall.n_rows;
+    out->tokens_seen      = m_recall.tokens_seen;
+    out->tokens_read      = m_recall.tokens_read;
+    out->pages_wanted     = m_recall.pages_wanted;
+    out->pages_missing    = m_recall.pages_missing;
+    out->omitted_sum      = m_recall.omitted_sum;
+    out->max_omitted      = m_recall.omitted_max;
+    out->bound_sum        = m_recall.bound_sum;
+    out->max_bound        = m_recall.bound_max;
     return KVT_OK;
 }
 
@@ -266,10 +330,10 @@ int kvt_domain_state::layer_figures(uint32_t index, kvt_layer_figures * out) con
     const kvt_layer & layer = *m_layers[index];
     out->array            = kvt_array_id(layer.array);
     out->layer            = layer.params.layer;
-    out->n_head_kv        = layer.params.geo.n_head_kv;
-    out->d_k              = layer.params.geo.d_k;
-    out->d_v              = layer.params.geo.d_v;
-    out->page_tokens      = layer.params.geo.page_tokens;
+    out->n_head_kv        = layer.geo.n_head_kv;
+    out->d_k              = layer.geo.d_k;
+    out->d_v              = layer.geo.d_v;
+    out->page_tokens      = layer.geo.page_tokens;
     out->n_streams        = layer.params.n_streams;
     out->cells_per_stream = layer.params.cells_per_stream;
     out->n_pages          = kvt_array_n_pages(layer.array);
@@ -278,6 +342,9 @@ int kvt_domain_state::layer_figures(uint32_t index, kvt_layer_figures * out) con
     out->token_max        = layer.mass->token_max;
     out->page_mean        = layer.mass->page_mean;
     out->page_max         = layer.mass->page_max;
+    out->last_seen        = layer.last.tokens_seen;
+    out->last_read        = layer.last.tokens_read;
+    out->last_omitted     = layer.last.n_rows ? layer.last.omitted_sum/(double) layer.last.n_rows : 0.0;
     return KVT_OK;
 }
 

@@ -21,7 +21,13 @@
 struct kvt_layer {
     kvt_array *      array = nullptr;
     kvt_array_params params = {};
+    kvt_geometry     geo    = {};      // of the layer; params.geo.d_k is 0 where the keys are kept apart
     kvt_mass *       mass  = nullptr;
+    kvt_keys *       keys  = nullptr;  // bounded fidelity only, as what follows
+    kvt_digests *    digests = nullptr;
+    kvt_recall_report recall = {};     // since the cache was made
+    kvt_recall_report last   = {};     // of the last step
+    kvt_store *      store  = nullptr;
     kvt_page_source  source = {};
     const void *     owner = nullptr;  // the cache's buffer: its layers belong to one context
     std::vector<uint32_t> seen;        // the pages that its last attention read: what the next step will want
@@ -32,6 +38,11 @@ struct kvt_layer {
     ~kvt_layer() {
         kvt_store_array_remove(array);
         kvt_mass_free(mass);
+        kvt_keys_free(keys);
+        if (digests) {
+            kvt_store_reserve(store, -(int64_t) digests->n_bytes);
+            kvt_digests_free(digests);
+        }
     }
 };
 
@@ -58,6 +69,8 @@ public:
     std::string last_error() const;
     int         last_code() const;
 
+    // adds what one operation of this layer reported
+    void report(kvt_layer * layer, const kvt_recall_report & r);
     // called when a step of the model begins: forgets the last error, ticks the store, and evicts if that test switch is on
     void begin_step();
     // the pages that this layer's attention has read
@@ -81,6 +94,7 @@ public:
 
 private:
     kvt_domain_state() = default;
+    int keep_keys_apart(kvt_layer * layer);
     int evict_all();
     std::shared_lock<std::shared_mutex> hold_layers() const;
 
@@ -93,6 +107,7 @@ private:
     std::vector<std::unique_ptr<kvt_layer>> m_layers;  // in the order in which they were first used
     std::string                             m_error;
     int                                     m_code = 0;
+    kvt_recall_report                       m_recall = {};   // of all layers, those that are gone included
 
     std::mutex  m_offload_mutex;                       // one change of the callbacks at a time
     kvt_offload m_offload = {};

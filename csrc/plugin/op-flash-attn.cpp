@@ -99,17 +99,10 @@ const kvt_visibility * kvt_flash_attn::visibility_of(const ggml_tensor * mask, i
 }
 
 // The pages that this step reads of a stream, for the next step's read-ahead.
-static void add_pages(const kvt_attention_op * a, std::vector<uint32_t> * pages) {
-    const size_t n_max = (size_t) (a->n_kv + a->geo.page_tokens - 1)/a->geo.page_tokens;
-    const size_t first = pages->size();
-    if (!a->vis) {
-        return;
-    }
-    pages->resize(first + n_max);
-    pages->resize(first + kvt_visibility_pages(a->vis, a->geo.page_tokens, pages->data() + first, n_max));
-    for (size_t i = first; i < pages->size(); i++) {
-        (*pages)[i] += a->page_first;
-    }
+static void add_pages(const kvt_attention * attention, std::vector<uint32_t> * pages) {
+    size_t n = 0;
+    const uint32_t * read = kvt_attention_pages(attention, &n);
+    pages->insert(pages->end(), read, read + n);
 }
 
 int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen, uint32_t page_first, uint32_t page_stride) {
@@ -132,7 +125,7 @@ int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_laye
             return rc;
         }
         if (seen) {
-            add_pages(a, seen);
+            add_pages(m_attention, seen);
         }
     }
     return KVT_OK;
@@ -170,16 +163,24 @@ int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root 
         m_first_array = layer->array;
         dom->begin_step();
     }
-    const uint32_t per_stream = (uint32_t) ((k_root->n_cells + layer->params.geo.page_tokens - 1)/layer->params.geo.page_tokens);
+    const uint32_t per_stream = (uint32_t) ((k_root->n_cells + layer->geo.page_tokens - 1)/layer->geo.page_tokens);
     const uint32_t n_between  = k->ne[3] > 1 ? (uint32_t) (k->nb[3]/(k_root->row_bytes*k_root->n_cells)) : 1;
-    a->geo    = layer->params.geo;
+    const kvt_settings & settings = dom->settings();
+    kvt_recall_report report = {};
+    const kvt_recall recall  = { settings.eps, settings.read_budget, settings.protect_first, settings.protect_last, layer->digests, &report };
+    a->geo    = layer->geo;
     a->source = &layer->source;
+    a->keys   = layer->keys;
+    a->recall = layer->keys ? &recall : nullptr;
     std::vector<uint32_t> seen;
     rc = run_streams(op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream*per_stream, per_stream*n_between);
     if (rc != KVT_OK) {
         return dom->fail(rc, "attention could not read the cache");
     }
     account(dom);
+    if (report.n_rows > 0) {
+        dom->report(layer, report);
+    }
     if (dom->has_disk()) {
         dom->remember(layer, std::move(seen));
         dom->read_ahead(layer);

@@ -20,15 +20,22 @@ row_place place_of(const kvt_root * root, int32_t page_tokens, int64_t row) {
     return { (uint32_t) (stream*per + cell/page_tokens), inside, std::min<int64_t>(page_tokens - inside, root->n_cells - cell) };
 }
 
-// A page held for the time of a few rows.
+// One part of a page held for the time of a few rows: the page itself, or its stretch of the keys that are kept apart.
 class held_page {
 public:
     ~held_page() { drop(); }
 
-    int take(kvt_array * array, uint32_t page, kvt_access access) {
+    int take(kvt_layer * layer, kvt_part part, uint32_t page, kvt_access access) {
         drop();
-        const int rc = kvt_array_acquire(array, page, access, &m_ref);
-        m_array = rc == KVT_OK ? array : nullptr;
+        m_layer = layer;
+        m_keys  = part == KVT_PART_K ? layer->keys : nullptr;
+        m_base  = m_keys ? (int64_t) page*layer->geo.page_tokens : 0;
+        if (m_keys) {
+            m_ref = { m_keys->data, &m_keys->layout, page, 0 };
+            return KVT_OK;
+        }
+        const int rc = kvt_array_acquire(layer->array, page, access, &m_ref);
+        m_array = rc == KVT_OK ? layer->array : nullptr;
         return rc;
     }
     void drop() {
@@ -38,9 +45,26 @@ public:
         }
     }
     const kvt_page_ref & ref() const { return m_ref; }
+    int32_t at(int32_t cell) const { return (int32_t) (m_base + cell); }   // where a cell of the page lies in ref
+
+    // cells [cell, cell + n) of `part` have been written
+    void note_write(kvt_part part, int32_t cell, int32_t n) const {
+        if (m_keys) {
+            kvt_keys_note_write(m_keys, (size_t) at(cell), (size_t) n);
+        } else if (part == KVT_PART_V && m_layer->digests) {
+            for (int32_t end = cell + n; cell < end; ) {   // sub by sub
+                const int32_t stop = std::min(end, (cell/KVT_SUB + 1)*KVT_SUB);
+                kvt_digests_note_write(m_layer->digests, &m_ref, cell, stop - cell);
+                cell = stop;
+            }
+        }
+    }
 
 private:
+    kvt_layer *  m_layer = nullptr;
     kvt_array *  m_array = nullptr;
+    kvt_keys *   m_keys  = nullptr;
+    int64_t      m_base  = 0;
     kvt_page_ref m_ref   = {};
 };
 
@@ -84,15 +108,19 @@ int walk(kvt_root * root, size_t off, size_t size, kvt_access access, Row fn) {
         const int64_t   row   = (int64_t) ((off + done)/root->row_bytes);
         const row_place place = place_of(root, page_tokens, row);
         held_page       page;
-        rc = page.take(layer->array, place.page, access);
+        rc = page.take(layer, root->part, place.page, access);
         if (rc != KVT_OK) {
             return fail(root, rc, "cannot reach a page of the cache");
         }
-        for (int64_t i = 0; i < place.n_left && done < size; i++) {
+        int32_t n = 0;
+        for (; n < place.n_left && done < size; n++) {
             const size_t row_off = (off + done)%root->row_bytes;
             const size_t n_bytes = std::min(root->row_bytes - row_off, size - done);
-            fn(page.ref(), place.cell + (int32_t) i, row_off, n_bytes, done);
+            fn(page.ref(), page.at(place.cell + n), row_off, n_bytes, done);
             done += n_bytes;
+        }
+        if (access != KVT_READ) {
+            page.note_write(root->part, place.cell, n);
         }
     }
     return KVT_OK;
@@ -168,31 +196,38 @@ int kvt_paged_clear(kvt_cache_layer * cache) {
     }
     kvt_array * array = cache->layer->array;
     kvt_mass_clear(cache->layer->mass, 0, cache->layer->mass->n_cells);
+    if (cache->layer->keys) {
+        kvt_keys_clear(cache->layer->keys);
+        kvt_digests_clear(cache->layer->digests);
+    }
     return fail(cache->k ? cache->k : cache->v, kvt_array_discard(array, 0, kvt_array_n_pages(array)), "cannot clear the cache");
 }
 
 // Rows within one page of each side, in the format that the source has stored.
-static int copy_within_pages(kvt_root * src, kvt_array * from, const row_place & a, kvt_root * dst, kvt_array * to, const row_place & b, int64_t n) {
+static int copy_within_pages(kvt_root * src, kvt_layer * from, const row_place & a, kvt_root * dst, kvt_layer * to, const row_place & b, int64_t n) {
     held_page in, out;
     int       rc;
     const bool is_same = from == to && a.page == b.page; // a page is never held for reading and writing at once
-    if (!is_same && (rc = in.take(from, a.page, KVT_READ)) != KVT_OK) {
+    if (!is_same && (rc = in.take(from, src->part, a.page, KVT_READ)) != KVT_OK) {
         return fail(src, rc, "cannot read a page to copy");
     }
-    if ((rc = out.take(to, b.page, KVT_WRITE)) != KVT_OK) {
+    if ((rc = out.take(to, dst->part, b.page, KVT_WRITE)) != KVT_OK) {
         return fail(dst, rc, "cannot write a copied page");
     }
-    const kvt_page_ref & read = is_same ? out.ref() : in.ref();
+    const held_page &    read = is_same ? out : in;
+    const kvt_page_ref & rows = read.ref();
     std::vector<float>   row(src->n_embd); // as large as any format's row
     for (int64_t j = 0; j < n; j++) {
-        if (!read.data) {
-            kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, row.data());
+        const int32_t to_cell = out.at(b.cell + (int32_t) j);
+        if (!rows.data) {
+            kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, to_cell, row.data());
             continue;
         }
-        const enum kvt_format fmt = src->part == KVT_PART_K ? read.layout->fmt_k : read.layout->fmt_v;
-        kvt_page_get_row(read.layout, read.data, src->part, a.cell + (int32_t) j, fmt, row.data());
-        kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, b.cell + (int32_t) j, fmt, row.data());
+        const enum kvt_format fmt = src->part == KVT_PART_K ? rows.layout->fmt_k : rows.layout->fmt_v;
+        kvt_page_get_row(rows.layout, rows.data, src->part, read.at(a.cell + (int32_t) j), fmt, row.data());
+        kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, to_cell, fmt, row.data());
     }
+    out.note_write(dst->part, b.cell, (int32_t) n);
     return KVT_OK;
 }
 
@@ -211,7 +246,7 @@ int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t
         rc = is_absent(from->array, a.page, &from_nothing);
         rc = rc == KVT_OK ? is_absent(to->array, b.page, &to_nothing) : rc;
         if (rc == KVT_OK && !(from_nothing && to_nothing)) {
-            rc = copy_within_pages(src, from->array, a, dst, to->array, b, n);
+            rc = copy_within_pages(src, from, a, dst, to, b, n);
         }
         i += n;
     }
@@ -227,19 +262,23 @@ int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * cons
     const int32_t page_tokens = layer->params.geo.page_tokens;
     held_page page;
     uint32_t  current = UINT32_MAX;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n; ) {
         const row_place place = place_of(root, page_tokens, rows[i]);
         if (place.page != current) {
             current = UINT32_MAX;
-            rc = page.take(layer->array, place.page, KVT_WRITE);
+            rc = page.take(layer, root->part, place.page, KVT_WRITE);
             if (rc != KVT_OK) {
                 return fail(root, rc, "cannot write a page of the cache");
             }
             current = place.page;
         }
-        kvt_page_put_f32(page.ref().layout, page.ref().data, root->part, place.cell, values[i]);
+        int32_t n_run = 0; // rows of the batch that lie side by side
+        for (; i < n && n_run < place.n_left && rows[i] == rows[i - n_run] + n_run; i++, n_run++) {
+            kvt_page_put_f32(page.ref().layout, page.ref().data, root->part, page.at(place.cell + n_run), values[i]);
+        }
+        page.note_write(root->part, place.cell, n_run);
         if (root->part == KVT_PART_K) {
-            kvt_mass_clear(layer->mass, (size_t) place.page*page_tokens + place.cell, 1);
+            kvt_mass_clear(layer->mass, (size_t) place.page*page_tokens + place.cell, (size_t) n_run);
         }
     }
     return KVT_OK;

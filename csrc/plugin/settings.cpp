@@ -12,7 +12,7 @@
 #include <sstream>
 
 static const char * const KVT_SETTING_KEYS =
-    "host disk dir host-k host-v disk-k disk-v page-tokens io-threads protect-first protect-last mass-decay";
+    "host disk dir host-k host-v disk-k disk-v page-tokens io-threads protect-first protect-last mass-decay fidelity read-budget";
 
 static int bad_value(const std::string & key, const std::string & value, const char * allowed) {
     return kvt_fail(KVT_ERR_CONFIG, "setting '%s': '%s' is not %s", key.c_str(), value.c_str(), allowed);
@@ -74,6 +74,24 @@ static int set_format(const std::string & key, const std::string & value, int * 
     return KVT_OK;
 }
 
+// "exact", or "bounded:EPS" with the most mass that a step may leave out
+static int set_fidelity(const std::string & key, const std::string & value, float * eps) {
+    static const char prefix[] = "bounded:";
+    if (value == "exact") {
+        *eps = 0.0f;
+        return KVT_OK;
+    }
+    char * end = nullptr;
+    const bool is_bounded = value.compare(0, sizeof(prefix) - 1, prefix) == 0;
+    const char * number = is_bounded ? value.c_str() + sizeof(prefix) - 1 : "";
+    const float x = strtof(number, &end);
+    if (!*number || *end || !(x > 0.0f && x < 1.0f)) {
+        return bad_value(key, value, "'exact' or 'bounded:EPS' with EPS between 0 and 1, such as bounded:0.05");
+    }
+    *eps = x;
+    return KVT_OK;
+}
+
 static int set_one(kvt_settings * s, const std::string & key, const std::string & value) {
     const char * const bytes = "a number of bytes such as 4096, 512MiB or 2GiB";
     if (key == "host")   { return parse_bytes(value, &s->host_bytes) && s->host_bytes > 0 ? KVT_OK : bad_value(key, value, bytes); }
@@ -100,6 +118,17 @@ static int set_one(kvt_settings * s, const std::string & key, const std::string 
         char * end = nullptr;
         s->mass_decay = strtof(value.c_str(), &end);
         return !value.empty() && !*end && s->mass_decay >= 0.0f && s->mass_decay < 1.0f ? KVT_OK : bad_value(key, value, "a number in [0, 1)");
+    }
+    if (key == "fidelity") {
+        return set_fidelity(key, value, &s->eps);
+    }
+    if (key == "read-budget") {
+        int32_t tokens = 0;
+        if (!parse_int(value, 0, INT32_MAX, &tokens)) {
+            return bad_value(key, value, "a number of tokens, or 0 for no limit");
+        }
+        s->read_budget = tokens;
+        return KVT_OK;
     }
     return kvt_fail(KVT_ERR_CONFIG, "unknown setting '%s'; known are: %s", key.c_str(), KVT_SETTING_KEYS);
 }
@@ -149,6 +178,14 @@ int kvt_settings_parse(const char * text, kvt_settings * out) {
     }
     if (parsed.disk_bytes > 0 && parsed.dir.empty()) {
         return kvt_fail(KVT_ERR_CONFIG, "setting 'disk' needs 'dir': the directory in which the pages' file is kept");
+    }
+    const int64_t whole = ((int64_t) parsed.protect_first + parsed.protect_last)*parsed.page_tokens;
+    if (parsed.read_budget > 0 && parsed.read_budget < whole) {
+        return kvt_fail(KVT_ERR_CONFIG, "setting 'read-budget': %lld tokens cannot hold the %lld of the first and newest pages, which are "
+            "always read; give at least that, or lower protect-first or protect-last", (long long) parsed.read_budget, (long long) whole);
+    }
+    if (parsed.read_budget > 0 && parsed.eps == 0.0f) {
+        return kvt_fail(KVT_ERR_CONFIG, "setting 'read-budget' needs fidelity=bounded:EPS: an exact step reads everything");
     }
     *out = parsed;
     return KVT_OK;

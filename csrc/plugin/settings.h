@@ -18,6 +18,8 @@ struct kvt_settings {
     int32_t     protect_first = 1;
     int32_t     protect_last  = 2;
     float       mass_decay    = 0.98f;
+    float       eps           = 0.0f;   // bounded fidelity: most omitted mass of a row; 0: exact
+    int64_t     read_budget   = 0;      // bounded fidelity: most values read per KV head and step; 0: no limit
 };
 
 // 0, or KVT_ERR_CONFIG with a text that names key, value and what is allowed. `text` may be NULL, empty or "@FILE".

@@ -27,7 +27,7 @@ int kvt_temporary_pages::fill(const ggml_tensor * k, const ggml_tensor * v) {
         return KVT_ERR_NOMEM;
     }
     m_first  = m_bytes.data() + (64 - (uintptr_t) m_bytes.data() % 64) % 64;
-    m_source = { this, acquire_resident, acquire, release_many, nullptr };
+    m_source = { this, acquire_resident, acquire, release_many, nullptr, nullptr };
     put(k, KVT_PART_K);
     put(v, KVT_PART_V);
     return KVT_OK;

@@ -315,6 +315,21 @@ int kvt_array_acquire_resident(struct kvt_array * a, const uint32_t * pages, siz
     return KVT_ERR_OK;
 }
 
+int kvt_array_is_ready(struct kvt_array * a, const uint32_t * pages, size_t n, uint8_t * out) {
+    if (!a || (n > 0 && (!pages || !out))) {
+        return KVT_ERR_INVALID;
+    }
+    store_lock lk(a->store->mutex);
+    for (size_t i = 0; i < n; i++) {
+        if (pages[i] >= a->n_pages) {
+            return KVT_ERR_INVALID;
+        }
+        const page_entry & p = a->pages[pages[i]];
+        out[i] = p.place == PLACE_HOST ? readable(p) : p.place == PLACE_ABSENT && p.io == IO_NONE;
+    }
+    return KVT_ERR_OK;
+}
+
 void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n) {
     if (!a || !pages || !a->store->has_disk) {
         return;

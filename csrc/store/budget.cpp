@@ -82,14 +82,15 @@ static void protect_what_fits(kvt_store * s, uint64_t limit, uint64_t spare) {
 
 // Called when the arrays have changed. BUDGET: not even one page per array fits beside the least transit frames.
 int store_plan_budget(kvt_store * s, std::string * err) {
-    const uint64_t budget = s->params.host_bytes;
+    const uint64_t budget = s->params.host_bytes - std::min(s->params.host_bytes, s->reserved_bytes);
     const frame_sizes z   = largest(s);
     uint64_t n = wanted_transit(s, z.transit);
     const uint64_t one_each = slab_bytes_for(s, [](const kvt_array *) { return (uint64_t) 1; });
     const uint64_t n_min    = std::min(n, TRANSIT_MIN);
     const uint64_t least    = one_each + n_min*z.transit;
     if (least > budget) {
-        *err = "the host budget of " + std::to_string(budget) + " bytes cannot hold one page per layer and the frames that reads of the "
+        *err = "the host budget of " + std::to_string(s->params.host_bytes) + " bytes" +
+            (s->reserved_bytes > 0 ? " (" + std::to_string(s->reserved_bytes) + " of them reserved for keys)" : std::string()) + " cannot hold one page per layer and the frames that reads of the "
             "disk tier need: so far that takes " + std::to_string(least) + " bytes. Raise the host budget, use a smaller "
             "format, or smaller pages";
         return KVT_ERR_BUDGET;
@@ -106,6 +107,25 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     s->slabs.limit_bytes   = budget - std::min(budget, quota);
     protect_what_fits(s, s->slabs.limit_bytes, 2*z.slab_max);
     return KVT_ERR_OK;
+}
+
+static int reserve(kvt_store * s, int64_t n_bytes) {
+    store_lock lk(s->mutex);
+    s->reserved_bytes += (uint64_t) n_bytes;
+    std::string err;
+    const int r = store_plan_budget(s, &err);
+    if (r != KVT_ERR_OK && n_bytes > 0) {
+        s->reserved_bytes -= (uint64_t) n_bytes;
+        std::string unused;
+        store_plan_budget(s, &unused);
+        return store_fail(s, r, std::to_string(n_bytes) + " bytes more of the host tier cannot be set aside: " + err);
+    }
+    store_note_peak(s);
+    return KVT_ERR_OK;
+}
+
+int kvt_store_reserve(struct kvt_store * s, int64_t n_bytes) {
+    return s ? store_guard([&] { return reserve(s, n_bytes); }) : (int) KVT_ERR_INVALID;
 }
 
 // --- protected pages ---------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ enum kvt_format {
 
 struct kvt_geometry {
     int32_t n_head_kv;   // KV heads
-    int32_t d_k;         // channels of K per head
+    int32_t d_k;         // channels of K per head; 0: the keys are kept apart (keys.h)
     int32_t d_v;         // channels of V per head; 0: V is the first channels of K (MLA), nothing stored for it
     int32_t page_tokens; // cells of a page, a multiple of KVT_SUB
 };

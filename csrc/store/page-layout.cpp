@@ -26,17 +26,17 @@ static size_t sub_bytes(enum kvt_format fmt, int32_t d) {
 }
 
 int kvt_page_layout_init(struct kvt_page_layout * out, const struct kvt_geometry * geo, enum kvt_format fmt_k, enum kvt_format fmt_v) {
-    if (!out || !geo || geo->n_head_kv <= 0 || geo->d_k <= 0 || geo->d_v < 0 || geo->page_tokens <= 0 || geo->page_tokens % KVT_SUB != 0) {
+    if (!out || !geo || geo->n_head_kv <= 0 || geo->d_k < 0 || geo->d_v < 0 || geo->d_k + geo->d_v == 0 || geo->page_tokens <= 0 || geo->page_tokens % KVT_SUB != 0) {
         return KVT_ERR_INVALID;
     }
     // with these limits no size below can overflow 32 bits by far
     if (geo->n_head_kv > 4096 || geo->d_k > 65536 || geo->d_v > 65536 || geo->page_tokens > 65536) {
         return KVT_ERR_INVALID;
     }
-    if (!kvt_format_supports(fmt_k, geo->d_k) || (geo->d_v > 0 && !kvt_format_supports(fmt_v, geo->d_v))) {
+    if ((geo->d_k > 0 && !kvt_format_supports(fmt_k, geo->d_k)) || (geo->d_v > 0 && !kvt_format_supports(fmt_v, geo->d_v))) {
         return KVT_ERR_UNSUPPORTED;
     }
-    if (!kvt_format_name(fmt_v)) {
+    if (!kvt_format_name(fmt_k) || !kvt_format_name(fmt_v)) {
         return KVT_ERR_INVALID;
     }
     struct kvt_page_layout l = {};
@@ -44,7 +44,7 @@ int kvt_page_layout_init(struct kvt_page_layout * out, const struct kvt_geometry
     l.fmt_k       = fmt_k;
     l.fmt_v       = fmt_v;
     l.d_v_pad     = (geo->d_v + 15)/16*16;
-    l.k_sub_bytes = sub_bytes(fmt_k, geo->d_k);
+    l.k_sub_bytes = geo->d_k > 0 ? sub_bytes(fmt_k, geo->d_k) : 0;
     l.v_sub_bytes = geo->d_v > 0 ? sub_bytes(fmt_v, l.d_v_pad) : 0;
     l.head_bytes  = ((size_t) (geo->page_tokens/KVT_SUB)*(l.k_sub_bytes + l.v_sub_bytes) + 63)/64*64;
     l.page_bytes  = (size_t) geo->n_head_kv*l.head_bytes;
@@ -325,13 +325,15 @@ static void transcode_part(const struct kvt_page_layout * src_l, const uint8_t *
 }
 
 void kvt_page_transcode(const struct kvt_page_layout * src_l, const void * src, const struct kvt_page_layout * dst_l, void * dst) {
-    const bool has_v = src_l->geo.d_v > 0;
-    if (src_l->fmt_k == dst_l->fmt_k && (!has_v || src_l->fmt_v == dst_l->fmt_v)) {
+    const bool has_k = src_l->geo.d_k > 0, has_v = src_l->geo.d_v > 0;
+    if ((!has_k || src_l->fmt_k == dst_l->fmt_k) && (!has_v || src_l->fmt_v == dst_l->fmt_v)) {
         memcpy(dst, src, dst_l->page_bytes);
         return;
     }
     memset(dst, 0, dst_l->page_bytes); // the padding
-    transcode_part(src_l, (const uint8_t *) src, dst_l, (uint8_t *) dst, KVT_PART_K);
+    if (has_k) {
+        transcode_part(src_l, (const uint8_t *) src, dst_l, (uint8_t *) dst, KVT_PART_K);
+    }
     if (has_v) {
         transcode_part(src_l, (const uint8_t *) src, dst_l, (uint8_t *) dst, KVT_PART_V);
     }

@@ -99,6 +99,7 @@ struct kvt_store {
     transit_pool transit;
     std::vector<kvt_array *> arrays;   // by id; NULL: removed
     uint64_t     clock = 0;
+    uint64_t     reserved_bytes = 0;   // of the host budget, taken by what is no page (keys.h)
     int32_t      protect_first = 0, protect_last = 0;       // what the budget lets be of the parameters
     int64_t      file_end = 0;
     std::vector<file_range> free_ranges;

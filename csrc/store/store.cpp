@@ -96,7 +96,7 @@ void store_count_disk(kvt_store * s, const kvt_page_layout & l, int sign) {
 }
 
 void store_note_peak(kvt_store * s) {
-    s->stats.peak_host_bytes = std::max(s->stats.peak_host_bytes, s->slabs.held_bytes + s->transit.held_bytes);
+    s->stats.peak_host_bytes = std::max(s->stats.peak_host_bytes, s->slabs.held_bytes + s->transit.held_bytes + s->reserved_bytes);
 }
 
 kvt_page_info store_page_info(const kvt_array * a, uint32_t page) {
@@ -284,7 +284,8 @@ void kvt_store_tick(struct kvt_store * s) {
 void kvt_store_get_stats(struct kvt_store * s, struct kvt_store_stats * out) {
     store_lock lk(s->mutex);
     *out = s->stats;
-    out->tier[KVT_TIER_HOST].held_bytes = s->slabs.held_bytes + s->transit.held_bytes;
+    out->tier[KVT_TIER_HOST].held_bytes = s->slabs.held_bytes + s->transit.held_bytes + s->reserved_bytes;
+    out->tier[KVT_TIER_HOST].used_bytes += s->reserved_bytes;
 }
 
 int kvt_store_flush(struct kvt_store * s) {
@@ -344,7 +345,7 @@ static int make_layouts(kvt_store * s, kvt_array * a) {
             " channels cannot be stored in the formats asked for");
     }
     // a head that the disk's format cannot hold stays in its own
-    const kvt_format dk = kvt_format_supports(p.disk_fmt_k, p.geo.d_k) ? p.disk_fmt_k : p.fmt_k;
+    const kvt_format dk = p.geo.d_k > 0 && kvt_format_supports(p.disk_fmt_k, p.geo.d_k) ? p.disk_fmt_k : p.fmt_k;
     const kvt_format dv = p.geo.d_v > 0 && kvt_format_supports(p.disk_fmt_v, p.geo.d_v) ? p.disk_fmt_v : p.fmt_v;
     a->layouts.push_back(std::make_unique<kvt_page_layout>());
     r = kvt_page_layout_init(a->layouts[1].get(), &p.geo, dk, dv);

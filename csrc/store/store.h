@@ -104,6 +104,10 @@ int  kvt_store_in_hook   (const struct kvt_store * s);  // whether this thread i
 void kvt_store_set_policy(struct kvt_store * s, const struct kvt_evict_policy * policy);     // NULL: the built-in LRU
 void kvt_store_tick      (struct kvt_store * s);        // one decode step or micro-batch has passed: the clock of last_use
 
+// Takes bytes out of the host budget (negative: gives them back) for memory that is no page: keys that stay, digests,
+// summaries. BUDGET: the arrays' least pages would no longer fit; nothing is taken then.
+int  kvt_store_reserve(struct kvt_store * s, int64_t n_bytes);
+
 struct kvt_array_params {
     struct kvt_geometry geo;       // geo.page_tokens is the store's
     int32_t  layer;
@@ -138,6 +142,8 @@ void kvt_array_release(struct kvt_array * a, const struct kvt_page_ref * ref);
 // Pins, under one lock, every page of `pages` that is resident or absent. refs[i].page is always set; out_missing gets
 // the positions (indices into pages) of those on disk, in file order; returns 0. READ access only. Touches last_use.
 int  kvt_array_acquire_resident(struct kvt_array * a, const uint32_t * pages, size_t n, struct kvt_page_ref * refs, uint32_t * out_missing, size_t * out_n_missing);
+// out[i] = 1 where reading pages[i] needs no I/O (resident or absent), else 0. A hint: pages may move right after.
+int  kvt_array_is_ready(struct kvt_array * a, const uint32_t * pages, size_t n, uint8_t * out);
 void kvt_array_release_many(struct kvt_array * a, const struct kvt_page_ref * refs, size_t n); // skips refs with data == NULL
 
 // A hint that these pages will be read soon, in this order. Starts as many reads as there are free transit frames and

@@ -59,7 +59,7 @@ struct memory_pages {
     kvt_page_source source;
 
     explicit memory_pages(size_t n_pages) : pages(n_pages), bytes(n_pages) {
-        source = { this, acquire_resident, acquire, release_many, prefetch };
+        source = { this, acquire_resident, acquire, release_many, prefetch, nullptr };
     }
     ~memory_pages() { for (kvt_page_layout * l : layouts) delete l; }
     memory_pages(const memory_pages &) = delete;

@@ -46,7 +46,7 @@ static void test_offsets() {
     CHECK_EQ(kvt_k_sub_off(&l, 1, 1), l.head_bytes + l.k_sub_bytes + l.v_sub_bytes);
     CHECK_EQ(kvt_v_sub_off(&l, 0, 0), l.k_sub_bytes);
 
-    const struct kvt_geometry bad[] = { { 0, 64, 64, 32 }, { 1, 0, 64, 32 }, { 1, 64, -1, 32 }, { 1, 64, 64, 0 }, { 1, 64, 64, 40 }, { 1 << 20, 64, 64, 32 }, { 4096, 65536, 65536, 65536 } };
+    const struct kvt_geometry bad[] = { { 0, 64, 64, 32 }, { 1, -1, 64, 32 }, { 1, 0, 0, 32 }, { 1, 64, -1, 32 }, { 1, 64, 64, 0 }, { 1, 64, 64, 40 }, { 1 << 20, 64, 64, 32 }, { 4096, 65536, 65536, 65536 } };
     for (const struct kvt_geometry & b : bad) {
         CHECK_EQ(kvt_page_layout_init(&l, &b, KVT_FORMAT_F16, KVT_FORMAT_F16), KVT_ERR_INVALID);
     }

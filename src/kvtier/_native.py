@@ -42,9 +42,7 @@ def library_path() -> Path:
     if named:
         path = Path(named).absolute()
         if not path.is_file():
-            raise LibraryError(
-                f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library."
-            )
+            raise LibraryError(f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library.")
         return path
     for folder in _package_folders():
         path = folder / "lib" / _LIBRARY_NAME
@@ -69,9 +67,7 @@ def header_path(library: Path) -> Path:
         path = folder / "kvtier.h"
         if path.is_file():
             return path
-    raise LibraryError(
-        f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete."
-    )
+    raise LibraryError(f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete.")
 
 
 def _package_folders() -> list[Path]:
@@ -83,9 +79,7 @@ def declarations(header: str) -> str:
     """The part of kvtier.h that Python reads. Raises LibraryError if its markers are missing."""
     start, end = header.find(_BEGIN), header.find(_END)
     if start < 0 or end < start:
-        raise LibraryError(
-            "kvtier.h has no declarations for Python", "Install the package again: its files do not belong together."
-        )
+        raise LibraryError("kvtier.h has no declarations for Python", "Install the package again: its files do not belong together.")
     return "typedef struct kvt_domain kvt_domain;\n" + header[start:end]
 
 
@@ -101,9 +95,7 @@ def load() -> None:
         try:
             _lib = ffi.dlopen(str(path))
         except OSError as err:
-            raise LibraryError(
-                f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine."
-            ) from err
+            raise LibraryError(f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine.") from err
         _ffi = ffi
 
 
@@ -179,7 +171,7 @@ class Domain:
         """What was counted so far."""
         raw = _ffi.new("kvt_figures *")
         _check(_lib.kvt_domain_figures(self._open(), raw))
-        counts = {name: int(getattr(raw, name)) for name, _ in _ffi.typeof("kvt_figures").fields if name != "tier"}
+        counts = {name: getattr(raw, name) for name, _ in _ffi.typeof("kvt_figures").fields if name != "tier"}
         return Figures(tiers={tier: _tier_figures(raw.tier[i]) for i, tier in enumerate(TIERS)}, **counts)
 
     def n_layers(self) -> int:
@@ -203,12 +195,12 @@ class Domain:
             "cells_per_stream",
             "n_pages",
             "n_mass_steps",
+            "last_seen",
+            "last_read",
+            "last_omitted",
         )
-        counts = {name: int(getattr(raw, name)) for name in names}
-        arrays = {
-            f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name)))
-            for name in ("token_mean", "token_max", "page_mean", "page_max")
-        }
+        counts = {name: getattr(raw, name) for name in names}
+        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
@@ -253,11 +245,7 @@ class Domain:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         """Move pages to a tier; returns how many were moved. Raises NativeError if one could not be."""
         n_done = _ffi.new("size_t *")
-        _check(
-            _lib.kvt_domain_move(
-                self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done
-            )
-        )
+        _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done))
         return int(n_done[0])
 
     def evict_every_step(self, on: bool) -> None:
@@ -273,18 +261,14 @@ class Domain:
 def _tier_figures(raw: Any) -> TierFigures:
     budget = int(raw.budget_bytes)
     formats = {name: int(raw.bytes_by_format[i]) for i, name in enumerate(FORMATS)}
-    return TierFigures(
-        None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats
-    )
+    return TierFigures(None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats)
 
 
 def _hook(hook: OffloadHook | None) -> Any:
     if hook is None:
         return _ffi.NULL
 
-    def call(
-        _user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int
-    ) -> None:
+    def call(_user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int) -> None:
         # Leaving the block releases the view: a caller that kept it gets a ValueError later instead of freed memory.
         with memoryview(_ffi.buffer(data, n_bytes)).toreadonly() as view:
             hook(array, page, layer, TIERS[tier], view, FORMATS[fmt_k], FORMATS[fmt_v])

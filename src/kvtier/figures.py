@@ -45,6 +45,26 @@ class Figures:
     pages_read: int
     pages_skipped: int  # pages that the mask hides as a whole
     n_fallback: int  # operations on cache tensors that the CPU backend computed
+    # bounded fidelity; a row is one query of one query head of one layer
+    recall_rows: int = 0
+    tokens_seen: int = 0  # keys scored, per KV head
+    tokens_read: int = 0  # values read
+    pages_wanted: int = 0  # pages of which a value was read
+    pages_missing: int = 0  # of those: not in RAM
+    omitted_sum: float = 0.0  # softmax probability of the values that were not read, summed over rows
+    max_omitted: float = 0.0  # of one row
+    bound_sum: float = 0.0  # the same with what rounding of the stored keys can hide
+    max_bound: float = 0.0
+
+    @property
+    def omitted(self) -> float | None:
+        """Mean omitted mass of a row; None if every step was exact."""
+        return self.omitted_sum / self.recall_rows if self.recall_rows else None
+
+    @property
+    def omitted_bound(self) -> float | None:
+        """The mean of the rows' bounds on it; None if every step was exact."""
+        return self.bound_sum / self.recall_rows if self.recall_rows else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +85,6 @@ class LayerFigures:
     token_max_address: int
     page_mean_address: int  # [n_pages]
     page_max_address: int
+    last_seen: int = 0  # bounded fidelity, the last step: keys scored and values read, per KV head
+    last_read: int = 0
+    last_omitted: float = 0.0  # mean over rows

@@ -16,6 +16,9 @@ SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
 MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 DEFAULT_FORMAT: Final = "f16"
+WIDE_FORMATS: Final = ("f32", "f16", "bf16")
+COMPACT_KEYS: Final = "q8_0"  # of keys that stay in RAM
+FIDELITIES: Final = ("exact", "bounded:EPS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class KVSettings:
         page_tokens: tokens of one page, a multiple of 32; None: the library's own.
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
         protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
+        fidelity: "exact", or "bounded:EPS": a decode step may leave out values that carry at most EPS of the attention.
+            Keys then stay in RAM, in host_type_k (Q8_0 by default), and count against the host budget. None: exact.
+        read_budget: with bounded fidelity, the most values that one step reads per KV head; comes before EPS.
         mass_decay: factor by which older attention mass counts less per step, from 0 to below 1.
     """
 
@@ -47,6 +53,8 @@ class KVSettings:
     protect_first: int | None = None
     protect_last: int | None = None
     mass_decay: float | None = None
+    fidelity: str | None = None
+    read_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("host", "disk"):
@@ -58,9 +66,9 @@ class KVSettings:
         _check_int("page_tokens", self.page_tokens, SUB_PAGE_TOKENS, MAX_PAGE_TOKENS)
         if self.page_tokens is not None and self.page_tokens % SUB_PAGE_TOKENS:
             near = max(SUB_PAGE_TOKENS, round(self.page_tokens / SUB_PAGE_TOKENS) * SUB_PAGE_TOKENS)
-            raise SettingsError(
-                f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}."
-            )
+            raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
+        object.__setattr__(self, "fidelity", _fidelity(self.fidelity))
+        self._check_read_budget()
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
         _check_int("protect_last", self.protect_last, 1, 1 << 20)
@@ -82,18 +90,37 @@ class KVSettings:
                 "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.",
             )
         if self.disk == 0:
+            raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
+
+    @property
+    def eps(self) -> float | None:
+        """The most attention mass that a step may leave out; None: exact."""
+        kind, _, eps = (self.fidelity or "exact").partition(":")
+        return float(eps) if kind == "bounded" else None
+
+    def _check_read_budget(self) -> None:
+        if self.read_budget is None:
+            return
+        _check_int("read_budget", self.read_budget, 1, (1 << 31) - 1)
+        if self.eps is None:
             raise SettingsError(
-                "the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB."
+                f"a read budget of {self.read_budget} tokens is given, but an exact step reads everything",
+                "Add --fidelity bounded:0.05, or leave --kv-read-budget out.",
             )
 
     def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:
         """The same settings with every format filled in: RAM takes the cache types by default, disk takes RAM's."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for part, nominal in (("k", type_k), ("v", type_v)):
-            host = values[f"host_type_{part}"] or _format(f"type_{part}", nominal) or DEFAULT_FORMAT
+            host = values[f"host_type_{part}"] or self._default_host_type(part, _format(f"type_{part}", nominal))
             values[f"host_type_{part}"] = host
             values[f"disk_type_{part}"] = values[f"disk_type_{part}"] or host
         return KVSettings(**values)
+
+    def _default_host_type(self, part: str, nominal: str | None) -> str:
+        if self.eps is not None and part == "k" and nominal in (None, *WIDE_FORMATS):
+            return COMPACT_KEYS
+        return nominal or DEFAULT_FORMAT
 
     def disk_dir(self) -> Path | None:
         """The directory of the disk tier: the given one, or the user's cache folder, or None without a disk tier."""
@@ -119,6 +146,8 @@ class KVSettings:
             ("protect-first", self.protect_first),
             ("protect-last", self.protect_last),
             ("mass-decay", self.mass_decay),
+            ("fidelity", self.fidelity),
+            ("read-budget", self.read_budget),
         )
         return "".join(f"{key}={value}\n" for key, value in pairs if value is not None)
 
@@ -134,13 +163,28 @@ def _bytes(name: str, value: str | int | None) -> int | None:
         raise SettingsError(f"the {name} budget: {err}") from None
 
 
+def _fidelity(value: str | None) -> str | None:
+    if value is None:
+        return None
+    kind, colon, eps = value.strip().lower().partition(":")
+    if kind == "exact" and not colon:
+        return kind
+    try:
+        if kind == "bounded" and 0.0 < float(eps) < 1.0:
+            return f"{kind}:{float(eps)!r}"
+    except ValueError:
+        pass
+    raise SettingsError(
+        f"fidelity is '{value}', which is none of {', '.join(FIDELITIES)} with EPS between 0 and 1",
+        "Take for example bounded:0.05: a step then leaves out at most 5 % of the attention.",
+    )
+
+
 def _format(name: str, value: str | None) -> str | None:
     if value is None:
         return None
     if value.lower() not in FORMATS:
-        raise SettingsError(
-            f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}."
-        )
+        raise SettingsError(f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}.")
     return value.lower()
 
 

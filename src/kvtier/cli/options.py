@@ -152,8 +152,17 @@ def kv_options(function: F) -> F:
             ),
             option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: -ctv]"),
             option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
+            option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
             option(
-                "--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"
+                "--fidelity",
+                metavar="exact|bounded:EPS",
+                help="What a decode step may leave out: nothing, or values that carry at most EPS of the attention. [default: exact]",
+            ),
+            option(
+                "--kv-read-budget",
+                type=TOKENS,
+                metavar="TOKENS",
+                help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded.",
             ),
             option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
             option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),
@@ -179,5 +188,7 @@ def kv_settings(options: dict[str, Any]) -> KVSettings:
         "io_threads",
         "protect_first",
         "protect_last",
+        "read_budget",
     )
-    return KVSettings(**{name: options.pop(f"kv_{name}") for name in names})
+    values = {name: options.pop(f"kv_{name}") for name in names}
+    return KVSettings(**values, fidelity=options.pop("fidelity"))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..evaluation import report
-from ..evaluation.rows import REFERENCE, RowFile, default_rows, find_rows
-from ..evaluation.run import EvaluationPlan, evaluate
+from ..evaluation.rows import EXACT, REFERENCE, STOCK_TYPES, RowFile, default_rows, find_rows, stock_row
+from ..evaluation.run import EvaluationPlan, Report, evaluate
+from ..evaluation.tasks import report as task_report
+from ..evaluation.tasks import task_names
+from ..evaluation.tasks.run import TaskPlan, evaluate_tasks
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
@@ -21,10 +25,13 @@ from .measured import default_threads, find_model, terminable, write_file
 from .options import TOKENS, option
 
 
-def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration], Configuration]:
+def _chosen(
+    only: tuple[str, ...], reference: str | None, in_tasks: bool
+) -> tuple[list[Configuration], Configuration]:
     """The rows to measure and the one to compare them with. Raises SpecError."""
-    (chosen,) = find_rows((reference,))
-    rows = find_rows(only) if only else [REFERENCE, *default_rows()]
+    (chosen,) = find_rows((reference or (EXACT if in_tasks else REFERENCE.name),))
+    usual = [stock_row(kind) for kind in STOCK_TYPES] if in_tasks else [REFERENCE, *default_rows()]
+    rows = find_rows(only) if only else usual
     return [row for row in rows if replace(row, name="") != replace(chosen, name="")], chosen
 
 
@@ -48,6 +55,21 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
     metavar="TOKENS",
     help="Tokens then fed one at a time and compared.",
 )
+@option(
+    "--tasks",
+    metavar="LIST",
+    help="Instead of a text, tasks: needle, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe; "
+    "ruler is the last six, all is all.",
+)
+@option(
+    "--length",
+    type=TOKENS,
+    default="4k",
+    metavar="TOKENS",
+    help="Tokens of a task's prompt with its answer.",
+)
+@option("--samples", type=click.IntRange(1, 1000), default=5, help="Prompts of each task; the needle rounds up to tens.")
+@option("--seed", type=click.IntRange(0), default=0, help="Seed of the tasks' prompts.")
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
 @option(
     "--weights",
@@ -65,9 +87,9 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
 )
 @option(
     "--reference",
-    default=REFERENCE.name,
     metavar="ROW",
-    help="The row that the others are compared with; exact is the exact step of kvtier with F16 pages.",
+    help="The row that the others are compared with; exact is the exact step of kvtier with F16 pages. "
+    f"[default: '{REFERENCE.name}', for tasks exact]",
 )
 @option(
     "--rows",
@@ -87,48 +109,80 @@ def _chosen(only: tuple[str, ...], reference: str) -> tuple[list[Configuration],
     help="Write the rows to this file as CSV, too.",
 )
 @option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-def command(
-    model: str,
-    text_file: Path | None,
-    n_prefix: int,
-    n_tokens: int,
-    threads: int,
-    weights: str,
-    only: tuple[str, ...],
-    reference: str,
-    rows_file: Path | None,
-    keep_logits: bool,
-    csv_file: Path | None,
-    as_json: bool,
-) -> None:
+def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Path | None, **options: Any) -> None:
     """Compare next-token distributions with an exact reference, one token at a time.
 
     MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one.
 
+    With --tasks: answers to questions about long texts, instead.
+
     Rows that are finished already (same model, text, lengths, configuration and build) are not measured again: an
     interrupted run goes on where it stopped.
     """
-    if min(n_prefix, n_tokens) < 1:
+    if min(options["n_prefix"], options["n_tokens"]) < 1:
         raise MeasuringError("--prefix and --tokens must be at least 1")
-    rows, chosen = _chosen(only, reference)
-    lengths = (n_prefix, n_tokens, threads)
-    widened = weights == "f32"
-    plan = EvaluationPlan(find_model(model), read_text(text_file), *lengths, widened, chosen, tuple(rows))
-    path = rows_file or cache_dir() / "eval" / "rows.jsonl"
-    with terminable(), StatusLine() as status:
-
-        def progress(row: str, phase: str, done: int, total: int) -> None:
-            status(f"{row}: {phase}, {done:,} of {total:,} tokens")
-
-        result = evaluate(plan, RowFile(path), progress, keep_logits)
-    if csv_file is not None:
-        write_file(csv_file, report.to_csv(result))
-    if as_json:
-        ui.echo(json.dumps(report.to_json(plan, result), indent=2))
+    names = None if tasks is None else task_names(tasks)
+    rows, reference = _chosen(options["only"], options["reference"], in_tasks=names is not None)
+    path, text = find_model(model), read_text(text_file)
+    file = RowFile(rows_file or cache_dir() / "eval" / "rows.jsonl")
+    if names is None:
+        failures = _divergence(_plan(path, text, reference, rows, options), file, options)
     else:
-        ui.echo(report.table(result))
-        ui.echo(f"\n{report.footnote(plan)}; finished rows are kept in {path}")
-    for name, error in result.failures:
+        failures = _tasks(_task_plan(path, text, names, reference, rows, options), file, options)
+    for name, error in failures:
         click.echo(f"{name}: {error}", err=True)
-    if result.failures:
-        raise MeasuringError(f"{len(result.failures)} of {len(rows)} rows could not be measured")
+    if failures:
+        raise MeasuringError(f"{len(failures)} of {len(rows)} rows could not be measured")
+
+
+def _plan(
+    path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]
+) -> EvaluationPlan:
+    lengths = (options["n_prefix"], options["n_tokens"], options["threads"])
+    return EvaluationPlan(path, text, *lengths, options["weights"] == "f32", reference, tuple(rows))
+
+
+def _task_plan(
+    path: Path,
+    text: str,
+    names: tuple[str, ...],
+    reference: Configuration,
+    rows: list[Configuration],
+    options: dict[str, Any],
+) -> TaskPlan:
+    sizes = (options["length"], options["samples"], options["seed"], options["threads"])
+    return TaskPlan(path, text, names, *sizes, options["weights"] == "f32", reference, tuple(rows))
+
+
+def _divergence(plan: EvaluationPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    with terminable(), StatusLine() as status:
+        result = evaluate(plan, file, _progress(status), options["keep_logits"])
+    _show(
+        options,
+        report.to_csv(result),
+        report.to_json(plan, result),
+        f"{report.table(result)}\n\n{report.footnote(plan)}; finished rows are kept in {file.path}",
+    )
+    return result.failures
+
+
+def _tasks(plan: TaskPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    with terminable(), StatusLine() as status:
+        result = evaluate_tasks(plan, file, _progress(status))
+    _show(
+        options,
+        task_report.to_csv(result),
+        task_report.to_json(plan, result),
+        f"{task_report.tables(result)}\n\n{task_report.footnote(plan)}; finished rows are kept in {file.path}",
+    )
+    return result.failures
+
+
+def _progress(status: StatusLine) -> Report:
+    return lambda row, phase, done, total: status(f"{row}: {phase}, {done:,} of {total:,} tokens")
+
+
+def _show(options: dict[str, Any], as_csv: str, values: dict[str, Any], text: str) -> None:
+    if options["csv_file"] is not None:
+        write_file(options["csv_file"], as_csv)
+    ui.echo(json.dumps(values, indent=2) if options["as_json"] else text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,11 +15,11 @@ from .rows import RowResult
 from .run import Evaluation, EvaluationPlan
 
 _QUALITY: Final = ("mean KL (nats)", "its 95 % interval", "99th pct KL", "same top-1", "perplexity", "ratio")
-_DASH: Final = "-"
+DASH: Final = "-"
 
 
 def _number(write: Callable[[float], str], value: float | None) -> str:
-    return _DASH if value is None else write(value)
+    return DASH if value is None else write(value)
 
 
 # Columns of what was read; one that no row has anything in is left out of the table.
@@ -33,8 +33,8 @@ _COSTS: Final[tuple[tuple[str, Callable[[Readings], str]], ...]] = (
 def _quality(row: RowResult, reference: RowResult) -> list[str]:
     d, is_reference = row.divergence, row is reference
     kl = [f"{d.mean_kl:.2e}", f"{d.kl_low:.1e} .. {d.kl_high:.1e}", f"{d.p99_kl:.2e}", f"{100 * d.same_top:.1f} %"]
-    ratio = _DASH if is_reference else f"{perplexity_ratio(row, reference):.4f}"
-    return [*([_DASH] * 4 if is_reference else kl), f"{d.perplexity:.4f}", ratio]
+    ratio = DASH if is_reference else f"{perplexity_ratio(row, reference):.4f}"
+    return [*([DASH] * 4 if is_reference else kl), f"{d.perplexity:.4f}", ratio]
 
 
 def perplexity_ratio(row: RowResult, reference: RowResult) -> float:
@@ -44,17 +44,22 @@ def perplexity_ratio(row: RowResult, reference: RowResult) -> float:
 def table(result: Evaluation) -> str:
     """The Markdown table, the reference first."""
     rows = (result.reference, *result.rows)
-    costs = [[write(row.readings) for row in rows] for _, write in _COSTS]
-    shown = [i for i, cells in enumerate(costs) if any(cell != _DASH for cell in cells)]
+    costs = shown_columns([row.readings for row in rows])
     cells = [
         [
             row.name + (" (reference)" if row is result.reference else ""),
             *_quality(row, result.reference),
-            *(costs[i][n] for i in shown),
+            *(column[i] for _, column in costs),
         ]
-        for n, row in enumerate(rows)
+        for i, row in enumerate(rows)
     ]
-    return markdown(("KV cache", *_QUALITY, *(_COSTS[i][0] for i in shown)), cells)
+    return markdown(("KV cache", *_QUALITY, *(title for title, _ in costs)), cells)
+
+
+def shown_columns(costs: Sequence[Readings]) -> list[tuple[str, list[str]]]:
+    """Title and cells of every column of costs in which one of the rows has something."""
+    columns = [(title, [write(cost) for cost in costs]) for title, write in _COSTS]
+    return [(title, cells) for title, cells in columns if any(cell != DASH for cell in cells)]
 
 
 def footnote(plan: EvaluationPlan) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
@@ -111,6 +111,15 @@ def row_key(config: Configuration, context: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+R = TypeVar("R")
+
+
+class Row(Protocol):
+    """What a file of finished rows can keep."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 class RowFile:
     """Finished rows, one JSON line each: what an interrupted run finds again."""
 
@@ -140,14 +149,18 @@ class RowFile:
 
     def find(self, key: str) -> RowResult | None:
         """The newest row of this key."""
-        found = None
+        return self.find_all([key], lambda entry: RowResult.from_answer(entry["name"], entry)).get(key)
+
+    def find_all(self, keys: Sequence[str], read: Callable[[dict[str, Any]], R]) -> dict[str, R]:
+        """The newest row of each of these keys, of any kind; `read` makes it from what `to_dict` gave."""
+        wanted, found = set(keys), dict[str, R]()
         for entry in self._lines():
-            if entry["key"] == key:
-                with suppress(KeyError, TypeError, ValueError, AttributeError):  # a row that was damaged is measured again
-                    found = RowResult.from_answer(entry["row"]["name"], entry["row"])
+            if entry["key"] in wanted:
+                with suppress(KeyError, TypeError, ValueError, AttributeError):  # one that was damaged is measured again
+                    found[entry["key"]] = read(entry["row"])
         return found
 
-    def add(self, key: str, row: RowResult) -> None:
+    def add(self, key: str, row: Row) -> None:
         """Append a row, on disk when this returns. Raises MeasuringError."""
         line = json.dumps({"key": key, "row": row.to_dict()})
         self.make_folder()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
 from ..models import sha256_of
 from .rows import REFERENCE, RowFile, RowResult, row_key
+from .widened import ModelFile
 
 Report = Callable[[str, str, int, int], None]  # row, phase, done, total
 
@@ -60,7 +60,8 @@ class _Run:
         self.context = self._context()
         self.reference_key = row_key(plan.reference, {**self.context, "build": build_of(plan.reference)})
         self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
-        self.widened = file.path.with_name(f"{self.reference_key[:16]}.{os.getpid()}.f32.gguf")
+        stem = file.path.with_name(self.reference_key[:16])
+        self.model = ModelFile(plan.model, plan.f32_weights, stem, self._report_widening)
 
     def _context(self) -> dict[str, Any]:
         plan = self.plan
@@ -76,7 +77,7 @@ class _Run:
 
     def measure(self, config: Configuration, write: bool) -> RowResult:
         plan = self.plan
-        opening = Opening(str(self.model()), config, plan.n_ctx, plan.n_threads, rope=self.rope)
+        opening = Opening(str(self.model.path()), config, plan.n_ctx, plan.n_threads, rope=self.rope)
         with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
             answer = child.ask(
                 "score",
@@ -88,15 +89,8 @@ class _Run:
             )
         return RowResult.from_answer(config.name, answer)
 
-    def model(self) -> Path:
-        """The model file that is evaluated; the widened one is written when it is first needed."""
-        if not self.plan.f32_weights:
-            return self.plan.model
-        if not self.widened.exists():
-            self.report(self.plan.model.name, "widening weights", 0, 0)
-            with Child() as child:
-                child.ask("widen", source=str(self.plan.model), target=str(self.widened))
-        return self.widened
+    def _report_widening(self) -> None:
+        self.report(self.plan.model.name, "widening weights", 0, 0)
 
     def reference(self, needed: bool) -> RowResult:
         """The reference row; its logits are on disk afterwards if `needed`."""
@@ -144,10 +138,8 @@ def evaluate(plan: EvaluationPlan, file: RowFile, report: Report, keep_logits: b
     Raises MeasuringError when the reference itself cannot be measured.
     """
     run = _Run(plan, file, report)
-    try:
+    with run.model:
         return _evaluate(run, keep_logits)
-    finally:
-        run.widened.unlink(missing_ok=True)
 
 
 def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:

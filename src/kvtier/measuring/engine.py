@@ -152,6 +152,23 @@ class Engine:
             raise MeasuringError("llama.cpp could not tokenise the text")
         return list(out[:n])
 
+    def is_end(self, token: int) -> bool:
+        """Whether the model ends a text with this token."""
+        return bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; control tokens have none, and bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self._piece(token) for token in tokens).decode("utf-8", "replace")
+
+    def _piece(self, token: int) -> bytes:
+        size = 64
+        while True:
+            room = ctypes.create_string_buffer(size)
+            n = int(self._lib.llama_token_to_piece(self.vocab, token, room, size, 0, False))
+            if n >= 0:
+                return room.raw[:n]
+            size = -n
+
     # computing
 
     def set_threads(self, n_threads: int) -> None:

@@ -2,8 +2,8 @@
 
     python -m kvtier.measuring.worker
 
-Commands: open, tokenize, fill, size, threads, decode, prefill, rewind, score, widen, bandwidth, disk, close. An
-error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+Commands: open, tokenize, count_tokens, fill, size, threads, decode, prefill, rewind, score, answer, widen, bandwidth,
+disk, close. An error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Worker:
 
     def tokenize(self, text: str) -> Answer:
         return {"tokens": self.engine.tokenize(text.encode())}
+
+    def count_tokens(self, text: str) -> Answer:
+        return {"n_tokens": len(self.engine.tokenize(text.encode()))}
 
     def fill(self, n_tokens: int) -> Answer:
         how = self.engine.fill(self._tokens, n_tokens)
@@ -101,6 +104,11 @@ class Worker:
 
         return score(self.engine, self._tokens, n_prefix, n_tokens, logits, write, progress)
 
+    def answer(self, prompt: Answer) -> Answer:
+        from ..evaluation.tasks.answering import answer
+
+        return answer(self.engine, prompt, lambda done, total: self._report({"progress": ["context", done, total]}))
+
     def close(self) -> Answer:
         if self._engine is not None:
             self._engine.close()
@@ -116,6 +124,7 @@ _COMMANDS = frozenset(
     (
         "open",
         "tokenize",
+        "count_tokens",
         "fill",
         "size",
         "threads",
@@ -126,6 +135,7 @@ _COMMANDS = frozenset(
         "disk",
         "widen",
         "score",
+        "answer",
         "close",
     )
 )

@@ -84,9 +84,7 @@ def test_niah_single_1(seed: str, index: int, size: int) -> None:
     assert re.fullmatch(r"\d{7}", prompt.answers[0])
 
 
-@pytest.mark.parametrize(
-    ("write", "value"), [(ruler.niah_multikey_2, r"\d{7}"), (ruler.niah_multikey_3, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")]
-)
+@pytest.mark.parametrize(("write", "value"), [(ruler.niah_multikey_2, r"\d{7}"), (ruler.niah_multikey_3, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")])
 @given(seed=SEEDS, index=INDICES, size=SIZES)
 def test_many_needles_one_of_which_is_asked_for(write: object, value: str, seed: str, index: int, size: int) -> None:
     assert callable(write)

@@ -28,9 +28,7 @@ from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
-PAIRS = st.integers(2, 40).flatmap(
-    lambda n: st.tuples(*[arrays(np.float32, n, elements=st.floats(-80, 80, width=32)) for _ in range(2)])
-)
+PAIRS = st.integers(2, 40).flatmap(lambda n: st.tuples(*[arrays(np.float32, n, elements=st.floats(-80, 80, width=32)) for _ in range(2)]))
 
 
 @given(LOGITS, st.floats(-1e4, 1e4))
@@ -56,9 +54,7 @@ def test_kl_is_zero_only_without_a_difference_and_matches_its_definition(pair: t
 
 def test_kl_of_known_distributions() -> None:
     logits = [[math.log(0.5), math.log(0.5)], [math.log(0.9), math.log(0.1)]]
-    assert float(kl_divergence(logits[0], logits[1])) == pytest.approx(
-        0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
-    )
+    assert float(kl_divergence(logits[0], logits[1])) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1))
     both = kl_divergence(np.array(logits), np.array(logits[::-1]))  # along the last axis
     assert both.shape == (2,)
     assert both[0] != pytest.approx(both[1])

@@ -25,9 +25,7 @@ from .measured import default_threads, find_model, terminable, write_file
 from .options import TOKENS, option
 
 
-def _chosen(
-    only: tuple[str, ...], reference: str | None, in_tasks: bool
-) -> tuple[list[Configuration], Configuration]:
+def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tuple[list[Configuration], Configuration]:
     """The rows to measure and the one to compare them with. Raises SpecError."""
     (chosen,) = find_rows((reference or (EXACT if in_tasks else REFERENCE.name),))
     usual = [stock_row(kind) for kind in STOCK_TYPES] if in_tasks else [REFERENCE, *default_rows()]
@@ -44,9 +42,7 @@ def _chosen(
     type=click.Path(path_type=Path),
     help="UTF-8 text.  [default: sources of Python's standard library]",
 )
-@option(
-    "--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first."
-)
+@option("--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first.")
 @option(
     "--tokens",
     "n_tokens",
@@ -58,8 +54,7 @@ def _chosen(
 @option(
     "--tasks",
     metavar="LIST",
-    help="Instead of a text, tasks: needle, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe; "
-    "ruler is the last six, all is all.",
+    help="Instead of a text, tasks: needle, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe; ruler is the last six, all is all.",
 )
 @option(
     "--length",
@@ -88,8 +83,7 @@ def _chosen(
 @option(
     "--reference",
     metavar="ROW",
-    help="The row that the others are compared with; exact is the exact step of kvtier with F16 pages. "
-    f"[default: '{REFERENCE.name}', for tasks exact]",
+    help=f"The row that the others are compared with; exact is the exact step of kvtier with F16 pages. [default: '{REFERENCE.name}', for tasks exact]",
 )
 @option(
     "--rows",
@@ -135,9 +129,7 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
         raise MeasuringError(f"{len(failures)} of {len(rows)} rows could not be measured")
 
 
-def _plan(
-    path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]
-) -> EvaluationPlan:
+def _plan(path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]) -> EvaluationPlan:
     lengths = (options["n_prefix"], options["n_tokens"], options["threads"])
     return EvaluationPlan(path, text, *lengths, options["weights"] == "f32", reference, tuple(rows))
 

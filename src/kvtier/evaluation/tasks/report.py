@@ -38,13 +38,7 @@ def _names(result: TaskEvaluation) -> list[str]:
 def _versus(values: Sequence[Sequence[float]], write: str, write_difference: str) -> list[list[str]]:
     """Cells: the first row as it is, the others with their difference to it."""
     first = values[0]
-    return [
-        [
-            format(x, write) + ("" if row is first else f" ({format(x - y, write_difference)})")
-            for x, y in zip(row, first, strict=True)
-        ]
-        for row in values
-    ]
+    return [[format(x, write) + ("" if row is first else f" ({format(x - y, write_difference)})") for x, y in zip(row, first, strict=True)] for row in values]
 
 
 def _scores(result: TaskEvaluation) -> str:
@@ -100,10 +94,7 @@ def to_json(plan: TaskPlan, result: TaskEvaluation) -> dict[str, Any]:
 
 
 def _config_values(rows: Sequence[TaskRow], reference: Sequence[TaskRow]) -> dict[str, Any]:
-    tasks = [
-        {**_task_values(row, exact), "answers": [asdict(answer) for answer in row.answers]}
-        for row, exact in zip(rows, reference, strict=True)
-    ]
+    tasks = [{**_task_values(row, exact), "answers": [asdict(answer) for answer in row.answers]} for row, exact in zip(rows, reference, strict=True)]
     return {"name": rows[0].name, "tasks": tasks, **asdict(total_readings(rows))}
 
 

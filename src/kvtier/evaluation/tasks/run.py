@@ -107,10 +107,7 @@ class _Run:
                 for i, (prompt, key) in enumerate(missing):
                     found[key] = self._measure(child, config.name, prompt, i, len(missing))
                     self.file.add(key, found[key])
-        return tuple(
-            TaskRow(config.name, task, tuple(found[key] for prompt, key in wanted if prompt.task == task))
-            for task in self.plan.tasks
-        )
+        return tuple(TaskRow(config.name, task, tuple(found[key] for prompt, key in wanted if prompt.task == task)) for task in self.plan.tasks)
 
     def _measure(self, child: Child, name: str, prompt: Prompt, i: int, n: int) -> PromptAnswer:
         def progress(_phase: str, done: int, total: int) -> None:

@@ -12,6 +12,7 @@ from ..errors import ContextLengthError, UsageError
 from . import ui
 from .options import not_utf8, require_utf8
 from .signals import StopFlag, Stopped
+from .streaming import streaming
 
 if TYPE_CHECKING:
     from ..generation import Sampling
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _HELP: Final = "/exit ends, /new forgets the conversation, /figures shows the cache. Ctrl-C stops an answer."
 
 
-def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> int:
+def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag, live: bool = False) -> int:
     """Talk until /exit or the end of input. Returns the exit code."""
     from ..chat import ChatTemplate, Message
 
@@ -45,7 +46,7 @@ def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag) -> i
             elif line:
                 messages.append(Message("user", line))
                 try:
-                    messages.append(Message("assistant", _answer(llm, template.tokens(messages), sampling, stop)))
+                    messages.append(Message("assistant", _answer(llm, template.tokens(messages), sampling, stop, live)))
                 except ContextLengthError as err:
                     messages.pop()
                     ui.error(err)
@@ -72,7 +73,7 @@ def _ask(stop: StopFlag) -> str | None:
     return line.strip()
 
 
-def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag) -> str:
+def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag, live: bool) -> str:
     from ..generation import Generation
     from ..report import rate_line
 
@@ -81,9 +82,10 @@ def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag) -
         finished = generation.prefill(progress)
     answer: list[str] = []
     if finished:
-        for piece in generation.decode():
-            answer.append(piece)
-            ui.echo(piece, nl=False)
+        with streaming(llm, generation, stop, False, live) as write:
+            for piece in generation.decode():
+                answer.append(piece)
+                write(piece)
     ui.echo()
     ui.say(rate_line(generation.timing()))
     return "".join(answer)

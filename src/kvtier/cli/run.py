@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ..settings import KVSettings
 from . import ui
 from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8, require_utf8_path
 from .signals import StopFlag
+from .streaming import streaming
 
 if TYPE_CHECKING:
     from ..generation import Generation, Sampling
@@ -140,6 +142,7 @@ class _Job:
 )
 @not_ours("-ngl", "--gpu-layers", "--n-gpu-layers", why="the caches of all layers are always kvtier's")
 @not_ours("-fa", "--flash-attn", why="flash attention is always on")
+@option("--live", is_flag=True, help="While text streams, show tiers, layers and what attention leaves out; needs a terminal.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
 @option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log.")
 def command(
@@ -174,9 +177,9 @@ def command(
             if text is None:
                 from .chat import converse
 
-                exit_code = converse(lambda: _load(job), sampling, stop)
+                exit_code = converse(lambda: _load(job), sampling, stop, options["live"])
             else:
-                exit_code = _complete(job, text, chat, sampling, stop, as_json)
+                exit_code = _complete(job, text, chat, sampling, stop, as_json, options["live"])
         except (OutputError, OSError):
             if stop.signum != signal.SIGHUP:
                 raise
@@ -330,7 +333,7 @@ def _load(job: _Job) -> Llama:
         ) from None
 
 
-def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool) -> int:
+def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool, live: bool) -> int:
     """One prompt, one answer. Returns the exit code."""
     from ..generation import Generation
     from ..report import RunReport
@@ -345,7 +348,7 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
             raise _too_long(err, job) from None
         answer: list[str] = []
         try:
-            _show(generation, answer, (lambda _: None) if as_json else (lambda piece: ui.echo(piece, nl=False)))
+            _show(generation, answer, lambda: streaming(llm, generation, stop, as_json, live))
         except OutputError:
             raise
         except KvtierError:
@@ -386,11 +389,12 @@ def _too_long(err: ContextLengthError, job: _Job) -> ContextLengthError:
     return ContextLengthError(err.n_tokens, err.n_ctx, hint)
 
 
-def _show(generation: Generation, answer: list[str], write: Callable[[str], None]) -> None:
+def _show(generation: Generation, answer: list[str], output: Callable[[], AbstractContextManager[Callable[[str], None]]]) -> None:
     """Run a generation: progress while it reads the prompt, then its text piece by piece, also kept in `answer`."""
     with ui.prefill_progress() as progress:
         if not generation.prefill(progress):
             return
-    for piece in generation.decode():
-        answer.append(piece)
-        write(piece)
+    with output() as write:
+        for piece in generation.decode():
+            answer.append(piece)
+            write(piece)

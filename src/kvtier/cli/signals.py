@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ class StopFlag:
         self._n_signals = 0
         self._raises = False
         self._before: dict[int, Any] = {}
+        self.on_abandon: Callable[[], None] | None = None  # before the process ends without cleaning up
 
     def __enter__(self) -> StopFlag:
         for signum in (signal.SIGINT, *endings()):
@@ -74,4 +75,7 @@ class StopFlag:
             raise Stopped(signum)
         self._n_signals += 1
         if self._n_signals >= self.PATIENCE:
+            if self.on_abandon is not None:
+                with suppress(OSError):
+                    self.on_abandon()
             os._exit(128 + signum)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TextIO
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import chop_cells
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -29,7 +33,10 @@ from rich.text import Text
 
 from ..errors import KvtierError, OutputError
 from ..models import FetchProgress
-from ..sizes import format_rate
+from ..sizes import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from ..live import Look, TierLook
 
 _STAGES = {"wait": "waiting for another process to fetch", "fetch": "fetching", "check": "checking"}
 
@@ -186,3 +193,126 @@ def _shown_when_used(progress: Progress) -> Iterator[Callable[..., None]]:
     finally:
         if tasks:
             progress.stop()
+
+
+_REFRESH_S: Final = 0.15
+_STRIPS: Final = (" .:-=+*#@", " ▁▂▃▄▅▆▇█")  # in plain characters, in blocks
+_TIER_NAMES: Final = {"device": "device", "host": "RAM", "disk": "disk", "remote": "remote"}
+_HEAT_NAMES: Final = {"read": "values read", "mass": "pages with 90 % of attention"}
+
+
+def terminal_for_live(text_on_stdout: bool) -> Console | None:
+    """Where a panel can be shown: stdout if that is a terminal that text goes to, else stderr; None if neither can."""
+    streams = (False, True) if text_on_stdout else (True,)
+    for out in map(console, streams):
+        if out.is_terminal and not out.is_dumb_terminal:
+            return out
+    return None
+
+
+class LivePanel:
+    """Text that streams above a panel of figures. A context manager: leaving it removes the panel and ends the text's line.
+
+    Where text and panel go to the same terminal, full rows of text scroll up, and the row that is being written stands
+    above the panel. Else `write` leaves the text to the caller's function.
+    """
+
+    def __init__(self, out: Console, look: Callable[[], Look], write_text: Callable[[str], None] | None) -> None:
+        """`write_text` is None where text goes to the panel's own terminal."""
+        self._look = look
+        self._out = out
+        self._write_text = write_text
+        self._row = ""
+        self._looked: Look | None = None
+        self._next_s = 0.0
+        self._live = Live(console=out, transient=True, auto_refresh=False, redirect_stdout=False)
+
+    def __enter__(self) -> LivePanel:
+        with self._printing():
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._printing():
+            self._live.stop()
+            if self._row:
+                self._out.print(Text(self._row), end="")
+
+    def _printing(self) -> AbstractContextManager[None]:
+        return _writing() if self._write_text is None else nullcontext()
+
+    def write(self, piece: str) -> None:
+        """More text."""
+        rows: list[str] = []
+        if self._write_text is not None:
+            self._write_text(piece)
+        else:
+            rows = self._rows(piece)
+        with self._printing():
+            for row in rows:
+                self._out.print(Text(row))
+            if rows or time.monotonic() >= self._next_s:
+                self._refresh()
+
+    def show_cursor(self) -> None:
+        """For a process that ends at once."""
+        self._out.show_cursor(True)
+
+    def _rows(self, piece: str) -> list[str]:
+        """The rows that `piece` fills, at the terminal's width."""
+        *lines, last = (self._row + piece).expandtabs(4).split("\n")
+        width = max(1, self._out.width)
+        rows = [row for line in lines for row in (chop_cells(line, width) or [""])]
+        *full, self._row = chop_cells(last, width) or [""]
+        return rows + full
+
+    def _refresh(self) -> None:
+        if self._looked is None or time.monotonic() >= self._next_s:
+            self._looked = self._look()
+            self._next_s = time.monotonic() + _REFRESH_S
+        panel = Panel(Group(*self._lines(self._looked)), title="kvtier", title_align="left", border_style="dim", padding=(0, 1))
+        self._live.update(Group(Text(self._row), panel) if self._write_text is None else panel, refresh=True)
+
+    def _lines(self, seen: Look) -> list[Text]:
+        """As many lines as the terminal has room for, the most telling first."""
+        lines = [_rate_line(seen), *map(_tier_line, seen.tiers), _heat_line(seen, self._strip()), _recall_line(seen)]
+        room = max(1, self._out.height - 4)  # borders, the row of text, the cursor
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return lines[:room]
+
+    def _strip(self) -> str:
+        return _STRIPS["utf" in self._out.encoding.lower()]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g} %"
+
+
+def _rate_line(seen: Look) -> Text:
+    preset = f"  {seen.preset}" if seen.preset else ""
+    return Text.assemble((format_rate(seen.per_s), "bold"), f"  {seen.n_tokens:,} tokens{preset}")
+
+
+def _tier_line(tier: TierLook) -> Text:
+    budget = f" of {format_bytes(tier.budget_bytes)}" if tier.budget_bytes is not None else ""
+    return Text(f"{_TIER_NAMES[tier.name]:<6} {format_bytes(tier.used_bytes)}{budget}, {tier.n_pages:,} pages")
+
+
+def _heat_line(seen: Look, strip: str) -> Text:
+    """One character per layer: how much of the layer was read, or how far its attention spreads."""
+    line = Text("layers ")
+    for x in seen.heat:
+        level = min(len(strip) - 1, max(0, round(x * (len(strip) - 1))))
+        line.append(strip[level], style="green" if x < 1 / 3 else "yellow" if x < 2 / 3 else "red")
+    mean = sum(seen.heat) / len(seen.heat) if seen.heat else None
+    line.append(f" {_HEAT_NAMES[seen.heat_of]} {_share(mean)}")
+    return line
+
+
+def _recall_line(seen: Look) -> Text:
+    skipped = "-" if seen.omitted is None else f"{_share(seen.omitted)} (at most {_share(seen.omitted_bound)})"
+    return Text(
+        f"skipped {skipped}, recall {_share(seen.recall)}, hits {_share(seen.page_hits)}, "
+        f"attention outside RAM {_share(seen.evicted_mass)}"
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -59,21 +59,19 @@ class Look:
 def look(kv: KVCache, timing: Timing, preset: str = "") -> Look:
     """The present moment; call it between steps."""
     figures = kv.figures
-    counts = asdict(figures)
     layers = _layers(kv)
     heat_of, heat = _heat(layers)
-    omitted, bound = _per_row(counts, "omitted_sum"), _per_row(counts, "bound_sum")
     return Look(
         n_tokens=timing.n_generated,
         per_s=timing.decode_per_s,
         tiers=_tiers(figures),
         heat_of=heat_of,
         heat=heat,
-        omitted=omitted,
-        omitted_bound=bound,
+        omitted=figures.omitted,
+        omitted_bound=figures.omitted_bound,
         page_hits=_ratio(figures.n_hits, figures.n_hits + figures.n_misses),
         evicted_mass=_mean([layer.evicted_mass for layer in layers]),
-        recall=None if not layers else 1.0 - (omitted or 0.0),
+        recall=None if not layers else 1.0 - (figures.omitted or 0.0),
         preset=preset,
     )
 
@@ -92,7 +90,7 @@ def _layers(kv: KVCache) -> list[_Layer]:
         mass = kv.layer(i)
         pages = kv.pages(i)
         page_mean = np.array(mass.page_mean)
-        found.append((mass.figures.layer, page_mean, pages.tier, _read_share(asdict(mass.figures))))
+        found.append((mass.figures.layer, page_mean, pages.tier, _ratio(mass.figures.last_read, mass.figures.last_seen)))
     return [_layer(page_mean, tier, share) for _, page_mean, tier, share in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -111,10 +109,6 @@ def concentration(page_mass: npt.NDArray[np.float32], share: float = SHARE_OF_MA
     return min(n, used.size) / used.size
 
 
-def _read_share(figures: dict[str, Any]) -> float | None:
-    return _ratio(figures.get("last_read", 0), figures.get("last_seen", 0))
-
-
 def _heat(layers: Sequence[_Layer]) -> tuple[Literal["read", "mass"], tuple[float, ...]]:
     if any(layer.read_share is not None for layer in layers):
         return "read", tuple(1.0 if layer.read_share is None else layer.read_share for layer in layers)
@@ -127,10 +121,6 @@ def _tiers(figures: Figures) -> tuple[TierLook, ...]:
         for name, tier in figures.tiers.items()
         if name in _SHOWN_TIERS and (tier.n_pages or tier.held_bytes)
     )
-
-
-def _per_row(counts: dict[str, Any], name: str) -> float | None:
-    return _ratio(counts.get(name, 0), counts.get("recall_rows", 0))
 
 
 def _ratio(part: float, whole: float) -> float | None:

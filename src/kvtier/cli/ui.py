@@ -93,7 +93,10 @@ def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), title: s
     rows = [tuple(row) for row in rows]
     for i in range(max([len(header), *(len(row) for row in rows)])):
         out.add_column(
-            header[i] if i < len(header) else "", justify="right" if header and i > 0 else "left", no_wrap=True
+            header[i] if i < len(header) else "",
+            justify="right" if header and i > 0 else "left",
+            no_wrap=bool(header) or i == 0 or not console(stderr).is_terminal,
+            overflow="fold",
         )
     for row in rows:
         out.add_row(*(Text(cell) for cell in row))

@@ -18,11 +18,18 @@ class Readings:
         ram_bytes: keys and values that attention read, bytes per token. For stock: all cells that the token sees.
         disk_bytes: what the disk tier read, bytes per token.
         per_s: tokens per second.
+        values_read: share of the values whose keys were scored that were read, with bounded fidelity.
+        omitted, omitted_bound: attention mass that was left out, mean over all queries, heads and layers, and the mean of what
+            bounds it; max_omitted: the most that one of them left out since the context was begun.
     """
 
     ram_bytes: float | None
     disk_bytes: float | None
     per_s: float | None
+    values_read: float | None = None
+    omitted: float | None = None
+    omitted_bound: float | None = None
+    max_omitted: float | None = None
 
 
 def counts_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
@@ -42,8 +49,15 @@ def readings(counts: Mapping[str, float], n_tokens: int, seconds: float) -> Read
             return None
         return sum(counts[name] for name in names) / n_tokens
 
+    def ratio(part: str, whole: str) -> float | None:
+        return counts[part] / counts[whole] if counts.get(whole) and part in counts else None
+
     return Readings(
         ram_bytes=per_token("k_bytes_read", "v_bytes_read") if "k_bytes_read" in counts else per_token("cell_bytes"),
         disk_bytes=per_token("disk_read_bytes"),
         per_s=n_tokens / seconds if seconds > 0 else None,
+        values_read=ratio("tokens_read", "tokens_seen"),
+        omitted=ratio("omitted_sum", "recall_rows"),
+        omitted_bound=ratio("bound_sum", "recall_rows"),
+        max_omitted=counts.get("max_omitted") if counts.get("recall_rows") else None,
     )

@@ -22,10 +22,17 @@ def _number(write: Callable[[float], str], value: float | None) -> str:
     return DASH if value is None else write(value)
 
 
+def _share(value: float | None) -> str:
+    return _number(lambda x: f"{100 * x:.3g} %", value)
+
+
 # Columns of what was read; one that no row has anything in is left out of the table.
 _COSTS: Final[tuple[tuple[str, Callable[[Readings], str]], ...]] = (
     ("KV read/token", lambda r: _number(lambda x: format_bytes(round(x)), r.ram_bytes)),
     ("disk/token", lambda r: _number(lambda x: format_bytes(round(x)), r.disk_bytes or None)),
+    ("values read", lambda r: _share(r.values_read)),
+    ("mass skipped", lambda r: _share(r.omitted)),
+    ("at most", lambda r: _share(r.omitted_bound)),
     ("tokens/s", lambda r: _number(lambda x: f"{x:.3g}", r.per_s)),
 )
 

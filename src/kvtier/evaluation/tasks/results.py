@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..readings import Readings, readings
+from ..readings import LEVELS, Readings, readings
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,6 @@ def total_readings(rows: Sequence[TaskRow]) -> Readings:
     answers = [answer for row in rows for answer in row.answers]
     for answer in answers:
         for key, value in answer.reading.items():
-            counts[key] = counts.get(key, 0.0) + value
+            before = counts.get(key, 0.0)
+            counts[key] = max(before, value) if key.startswith(LEVELS) else before + value
     return readings(counts, sum(answer.n_steps for answer in answers), sum(answer.decode_s for answer in answers))

@@ -18,11 +18,13 @@ from hypothesis.extra.numpy import arrays
 
 from kvtier.cli.eval import command
 from kvtier.evaluation.divergence import kl_divergence, log_softmax, mean_interval, summarise
+from kvtier.evaluation.exactmass import layer_share
 from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
 from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
-from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate
-from kvtier.measuring.config import Configuration
+from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate, tokenise
+from kvtier.measuring.config import Configuration, Opening
+from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
@@ -302,6 +304,57 @@ def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Pa
     assert tiered.readings.disk_bytes is not None
     assert tiered.readings.disk_bytes > 0.3 * exact_bytes  # 12 MiB of cache, 6 of them in RAM
     assert "disk/token" in table(result).splitlines()[0]
+
+
+def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Path, tmp_path: Path) -> None:
+    bounded, on_disk = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB"
+    n_prefix, n_tokens = 512, 8
+    plan = EvaluationPlan(smollm2_path, library_text(), n_prefix, n_tokens, 2, False, *_rows("exact", bounded, on_disk, "stock f16"))
+    file = RowFile(tmp_path / "rows.jsonl")
+    result = evaluate(plan, file, lambda *_: None)
+    sparse, tiered, stock = (row.readings for row in result.rows)
+    assert (stock.hit_rate, stock.recall, stock.omitted, stock.values_read) == (None, None, None, None)
+    assert sparse.omitted is not None
+    assert sparse.omitted_bound is not None
+    assert 0 < sparse.omitted < min(0.1, sparse.omitted_bound)
+    assert sparse.max_omitted is not None
+    assert sparse.max_omitted >= sparse.omitted
+    assert sparse.values_read is not None
+    assert 0 < sparse.values_read < 1
+    assert (sparse.hit_rate, sparse.recall) == (0.0, pytest.approx(1 - sparse.omitted))
+    assert (tiered.recall, tiered.omitted) == (1.0, None)
+    tokens, _ = tokenise(plan)
+    assert tiered.hit_rate == pytest.approx(_mass_on_disk(smollm2_path, tokens, n_prefix, n_tokens, plan.n_ctx), rel=0.01)
+    assert list(tmp_path.iterdir()) == [file.path]
+    assert {"eviction hits", "recall", "mass skipped"} <= {cell.strip() for cell in table(result).splitlines()[0].split("|")}
+
+
+def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, n_ctx: int) -> float:
+    """The same, from the attention of the very run that has its pages on disk: exact, too."""
+    config = parse_spec("kvtier:f16,host=6MiB,disk=1GiB,mass-decay=0")
+    engine = Engine(Opening(str(model), config, n_ctx, 2))
+    shares = []
+    try:
+        engine.prefill(tokens[:n_prefix])
+        for token in tokens[n_prefix : n_prefix + n_tokens]:
+            before = engine.pages()
+            engine.decode((token,))
+            after = engine.pages()
+            assert before is not None
+            assert after is not None
+            per_layer = [after.mass[(after.layer == layer) & (before.tier == 3)].sum() / after.mass[after.layer == layer].sum() for layer in range(30)]
+            shares.append(np.mean(per_layer))
+    finally:
+        engine.close()
+    assert np.mean(shares) > 0.01
+    return float(np.mean(shares))
+
+
+def test_shares_of_layers() -> None:
+    layer = np.array([0, 0, 1, 1, 4])
+    mass = np.array([1.0, 3.0, 2.0, 2.0, 0.0])
+    assert layer_share(layer, mass, np.array([True, False, True, True, True])) == pytest.approx((0.25 + 1.0) / 2)
+    assert layer_share(layer, np.zeros(5), np.ones(5, bool)) == 0.0
 
 
 def _rows(reference: str, *names: str) -> tuple[Configuration, tuple[Configuration, ...]]:

@@ -21,6 +21,9 @@ class Readings:
         values_read: share of the values whose keys were scored that were read, with bounded fidelity.
         omitted, omitted_bound: attention mass that was left out, mean over all queries, heads and layers, and the mean of what
             bounds it; max_omitted: the most that one of them left out since the context was begun.
+        hit_rate: eviction hit rate, the share of the attention mass of the exact step that lies on pages which are not in RAM.
+        recall: information recall, the share of that mass that is still answered: what lies on pages that are gone for good
+            is not, nor is what was left out. Both are measured against a reference that is an exact step of kvtier.
     """
 
     ram_bytes: float | None
@@ -30,6 +33,8 @@ class Readings:
     omitted: float | None = None
     omitted_bound: float | None = None
     max_omitted: float | None = None
+    hit_rate: float | None = None
+    recall: float | None = None
 
 
 def counts_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
@@ -52,12 +57,15 @@ def readings(counts: Mapping[str, float], n_tokens: int, seconds: float) -> Read
     def ratio(part: str, whole: str) -> float | None:
         return counts[part] / counts[whole] if counts.get(whole) and part in counts else None
 
+    omitted, gone = ratio("omitted_sum", "recall_rows"), ratio("gone_mass_sum", "mass_steps")
     return Readings(
         ram_bytes=per_token("k_bytes_read", "v_bytes_read") if "k_bytes_read" in counts else per_token("cell_bytes"),
         disk_bytes=per_token("disk_read_bytes"),
         per_s=n_tokens / seconds if seconds > 0 else None,
         values_read=ratio("tokens_read", "tokens_seen"),
-        omitted=ratio("omitted_sum", "recall_rows"),
+        omitted=omitted,
         omitted_bound=ratio("bound_sum", "recall_rows"),
         max_omitted=counts.get("max_omitted") if counts.get("recall_rows") else None,
+        hit_rate=ratio("evicted_mass_sum", "mass_steps"),
+        recall=None if gone is None else max(0.0, 1.0 - gone - (omitted or 0.0)),
     )

@@ -33,6 +33,8 @@ _COSTS: Final[tuple[tuple[str, Callable[[Readings], str]], ...]] = (
     ("values read", lambda r: _share(r.values_read)),
     ("mass skipped", lambda r: _share(r.omitted)),
     ("at most", lambda r: _share(r.omitted_bound)),
+    ("eviction hits", lambda r: _share(r.hit_rate)),
+    ("recall", lambda r: _share(r.recall)),
     ("tokens/s", lambda r: _number(lambda x: f"{x:.3g}", r.per_s)),
 )
 

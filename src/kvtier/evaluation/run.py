@@ -14,6 +14,7 @@ from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
 from ..models import sha256_of
+from .exactmass import EVERY_STEP
 from .rows import REFERENCE, RowFile, RowResult, row_key
 from .widened import ModelFile
 
@@ -60,6 +61,7 @@ class _Run:
         self.context = self._context()
         self.reference_key = row_key(plan.reference, {**self.context, "build": build_of(plan.reference)})
         self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
+        self.mass = self.logits.with_suffix(".mass")
         stem = file.path.with_name(self.reference_key[:16])
         self.model = ModelFile(plan.model, plan.f32_weights, stem, self._report_widening)
 
@@ -85,6 +87,7 @@ class _Run:
                 n_prefix=plan.n_prefix,
                 n_tokens=plan.n_tokens,
                 logits=str(self.logits),
+                mass=str(self.mass),
                 write=write,
             )
         return RowResult.from_answer(config.name, answer)
@@ -98,16 +101,28 @@ class _Run:
         if found is not None and (self.logits.exists() or not needed):
             return found
         try:
-            row = self.measure(self.plan.reference, write=True)
+            row = self.measure(_for_reference(self.plan.reference), write=True)
         except BaseException:
-            self.logits.unlink(missing_ok=True)  # an unfinished table must not be compared with
+            self.forget()  # an unfinished table must not be compared with
             raise
         self.file.add(self.reference_key, row)
         return row
 
+    def forget(self) -> None:
+        """Remove what the reference left for the rows."""
+        self.logits.unlink(missing_ok=True)
+        self.mass.unlink(missing_ok=True)
+
     def key(self, config: Configuration) -> str:
         build = build_of(config)
         return row_key(config, {**self.context, "build": build, "reference": self.reference_key})
+
+
+def _for_reference(config: Configuration) -> Configuration:
+    """The same results, and attention mass that is the last step's."""
+    if config.engine != "kvtier" or "mass-decay=" in config.settings:
+        return config
+    return replace(config, settings=config.settings + EVERY_STEP)
 
 
 def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
@@ -159,6 +174,6 @@ def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:
         file.add(keys[config.name], row)
         found[config.name] = row
     if not failures and not keep_logits:
-        run.logits.unlink(missing_ok=True)
+        run.forget()
     rows = tuple(replace(row, name=name) for name, row in found.items() if row is not None)
     return Evaluation(replace(reference, name=plan.reference.name), rows, tuple(failures))

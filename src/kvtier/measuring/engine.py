@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,20 @@ from .errors import MeasuringError, StateLayoutError
 _TEMPLATE_TOKENS = 256  # real tokens whose cells fill a longer context
 
 _CELL_HEAD_BYTES = 12  # position, number of sequences and sequence of a cell in a saved state
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages of all layers, one after another, by layer and page number; arrays of [n_pages of all layers].
+
+    Attributes:
+        layer: int32, number of the layer; mass: float32, decayed mean attention mass; tier: uint8, index into
+            kvtier.figures.TIERS.
+    """
+
+    layer: NDArray[np.int32]
+    mass: NDArray[np.float32]
+    tier: NDArray[np.uint8]
 
 
 class Engine:
@@ -134,6 +148,25 @@ class Engine:
         if self._domain is None:
             return {}
         return {name: value for name, value in asdict(self._domain.figures()).items() if name != "tiers"}
+
+    def pages(self) -> Pages | None:
+        """Every page of every layer as it is now: a copy; None for stock."""
+        if self._domain is None:
+            return None
+        parts = []
+        for i in range(self._domain.n_layers()):
+            layer = self._domain.layer(i)
+            address = layer.page_mean_address
+            mass = np.zeros(layer.n_pages, np.float32)
+            if address:
+                mass[:] = np.ctypeslib.as_array((ctypes.c_float * layer.n_pages).from_address(address))
+            tier, _, _ = self._domain.pages(i)
+            parts.append((layer.layer, mass, tier))
+        parts.sort(key=lambda part: part[0])
+        if not parts:
+            return Pages(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.uint8))
+        layers = np.concatenate([np.full(mass.size, layer, np.int32) for layer, mass, _ in parts])
+        return Pages(layers, np.concatenate([mass for _, mass, _ in parts]), np.concatenate([tier for _, _, tier in parts]))
 
     def cell_bytes(self) -> int:
         """Bytes of all cells that the next token sees, in the format of the cache that llama.cpp knows."""

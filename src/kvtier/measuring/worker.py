@@ -96,13 +96,13 @@ class Worker:
         widen(Path(source), Path(target))
         return {}
 
-    def score(self, n_prefix: int, n_tokens: int, logits: str, write: bool) -> Answer:
+    def score(self, n_prefix: int, n_tokens: int, logits: str, mass: str, write: bool) -> Answer:
         from ..evaluation.scoring import score
 
         def progress(phase: str, done: int, total: int) -> None:
             self._report({"progress": [phase, done, total]})
 
-        return score(self.engine, self._tokens, n_prefix, n_tokens, logits, write, progress)
+        return score(self.engine, self._tokens, n_prefix, n_tokens, logits, mass, write, progress)
 
     def answer(self, prompt: Answer) -> Answer:
         from ..evaluation.tasks.answering import answer

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import LibraryError, NativeError, from_code
-from .figures import FORMATS, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from .figures import FORMATS, PAGE_FEATURES, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
 _LIBRARY_NAME: Final = "libkvtier.so"
@@ -200,7 +200,9 @@ class Domain:
             "last_omitted",
         )
         counts = {name: getattr(raw, name) for name in names}
-        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
+        has = {name for name, _ in _ffi.typeof("kvt_layer_figures").fields}
+        addresses = ("token_mean", "token_max", "page_mean", "page_max", *PAGE_FEATURES)
+        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in addresses if name in has}
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
@@ -247,6 +249,15 @@ class Domain:
         n_done = _ffi.new("size_t *")
         _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done))
         return int(n_done[0])
+
+    def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
+        """Pages of an array that must make room leave in this order, lowest first, until the next call; float32 [n_pages].
+
+        Does nothing where the library chooses victims by last use only. Raises NativeError.
+        """
+        if hasattr(_lib, "kvt_domain_set_keep"):
+            scores = np.ascontiguousarray(scores, np.float32)
+            _check(_lib.kvt_domain_set_keep(self._open(), array, _ffi.from_buffer("float[]", scores), len(scores)))
 
     def evict_every_step(self, on: bool) -> None:
         """A switch for tests: every page that may leave RAM does so after each step."""

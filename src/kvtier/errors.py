@@ -120,6 +120,14 @@ class LlamaError(KvtierError, RuntimeError):
         return super().__str__() + lines
 
 
+class PolicyError(KvtierError):
+    """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried out."""
+
+
+class TraceError(UsageError):
+    """A trace file that cannot be used: no trace, of another version, damaged, or cut short."""
+
+
 class LibraryError(KvtierError):
     """The native library is missing, cannot be loaded, or refuses the llama.cpp that is installed."""
 

@@ -9,6 +9,7 @@ from typing import Final
 TIERS: Final = ("none", "device", "host", "disk", "remote")  # in the order of the native library
 FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # in the order of the native library
 UNLIMITED: Final = (1 << 64) - 1
+PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")  # arrays per page that a library may give or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """One layer's cache. The four addresses are of float32 arrays that the native library owns and keeps up to date."""
+    """One layer's cache. The addresses are of float32 arrays that the native library owns and keeps up to date."""
 
     array: int
     layer: int
@@ -88,3 +89,6 @@ class LayerFigures:
     last_seen: int = 0  # bounded fidelity, the last step: keys scored and values read, per KV head
     last_read: int = 0
     last_omitted: float = 0.0  # mean over rows
+    key_norm_address: int = 0  # [n_pages]; 0: not given
+    value_norm_address: int = 0
+    key_novelty_address: int = 0

@@ -82,6 +82,8 @@ class LayerMass:
     Attributes:
         token_mean, token_max: float32 [n_pages, page_tokens], decayed mean and maximum per cell.
         page_mean, page_max: float32 [n_pages].
+        key_norm, value_norm, key_novelty: float32 [n_pages], mean norms of a page's keys and values and how unlike the
+            layer's its keys are; empty where the library does not give them.
     """
 
     figures: LayerFigures
@@ -89,6 +91,9 @@ class LayerMass:
     token_max: npt.NDArray[np.float32]
     page_mean: npt.NDArray[np.float32]
     page_max: npt.NDArray[np.float32]
+    key_norm: npt.NDArray[np.float32]
+    value_norm: npt.NDArray[np.float32]
+    key_novelty: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,9 @@ class KVCache:
             self._lease.borrow(raw.token_max_address, cells),
             self._lease.borrow(raw.page_mean_address, cells[:1]),
             self._lease.borrow(raw.page_max_address, cells[:1]),
+            self._lease.borrow(raw.key_norm_address, cells[:1]),
+            self._lease.borrow(raw.value_norm_address, cells[:1]),
+            self._lease.borrow(raw.key_novelty_address, cells[:1]),
         )
 
     def layers(self) -> tuple[LayerMass, ...]:
@@ -161,6 +169,10 @@ class KVCache:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         """Move pages of an array (see LayerFigures.array) to "host" or "disk"; returns how many were moved."""
         return self._domain.move(array, pages, to_tier)
+
+    def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
+        """From now on, pages of an array that must make room leave in the order of `scores` [n_pages], lowest first."""
+        self._domain.set_keep(array, scores)
 
     def evict_every_step(self, on: bool = True) -> None:
         """For tests: let every page that may leave RAM do so after each step."""

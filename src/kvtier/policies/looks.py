@@ -1,0 +1,148 @@
+"""From what an engine shows of its layers to PageStats, with what only repeated looks can tell: idle time and uses.
+
+The live engine and the simulator both go through here, so that a policy, and a scorer trained on traces, sees the same
+figures in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .base import GONE, Floats, Indices, PageStats
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLook:
+    """One layer at one moment: arrays of [n_pages], all pages of the array whether they have content or not.
+
+    Attributes:
+        array: id of the array; layer: its layer.
+        pages_per_stream: page = stream * pages_per_stream + position.
+        tier: uint8, index into TIERS; GONE is a page without content.
+        bytes: int64 on its tier.
+        mean, max: float32, decayed mean and maximum of the page's mass.
+        key_norm, value_norm, key_novelty: float32, or empty where the engine gives none.
+        is_window: the layer sees a sliding window only, in a cache used as a ring: its pages are all protected.
+    """
+
+    array: int
+    layer: int
+    pages_per_stream: int
+    tier: npt.NDArray[np.uint8]
+    bytes: Indices
+    mean: Floats
+    max: Floats
+    key_norm: Floats
+    value_norm: Floats
+    key_novelty: Floats
+    is_window: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What holds for all layers: depth of the model, page size, and how many pages of each stream may not leave."""
+
+    n_layers: int
+    page_tokens: int
+    protect_first: int = 1
+    protect_last: int = 2
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What earlier looks at an array saw, [n_pages] each."""
+
+    n_looks: Floats
+    n_uses: Floats
+    last_used: npt.NDArray[np.float64]
+    had_content: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Tracker:
+    """Makes PageStats from looks. One per engine; not for two threads at once."""
+
+    shape: Shape
+    _memory: dict[int, _Memory] = field(default_factory=dict)
+
+    def stats(self, looks: Sequence[LayerLook], clock: int, n_tokens: int) -> PageStats:
+        """The pages with content of all layers at step `clock`; `n_tokens` are in the longest stream."""
+        parts = [self._layer(look, clock, n_tokens) for look in looks]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else _nothing()
+        return PageStats(**columns, clock=clock, n_tokens=n_tokens, page_tokens=self.shape.page_tokens)
+
+    def _layer(self, look: LayerLook, clock: int, n_tokens: int) -> dict[str, npt.NDArray[np.generic]]:
+        there = np.flatnonzero(look.tier != GONE)
+        position = (there % look.pages_per_stream).astype(np.int32)
+        newest = self._newest(there, position, look.pages_per_stream)
+        idle, uses = self._look(look, there, clock)
+        tokens = self.shape.page_tokens
+        behind = (newest - position).astype(np.float32)
+        # how far the newest page is filled is known for the longest stream only
+        age = np.maximum(behind * tokens - (tokens - 1 - (max(1, n_tokens) - 1) % tokens), 0).astype(np.float32)
+        protected = (position < self.shape.protect_first) | (behind < self.shape.protect_last) | look.is_window
+        n = len(there)
+        return {
+            "array": np.full(n, look.array, np.uint32),
+            "page": there.astype(np.uint32),
+            "layer": np.full(n, look.layer, np.int32),
+            "layer_depth": np.full(n, look.layer / max(1, self.shape.n_layers - 1), np.float32),
+            "position": position,
+            "tier": look.tier[there],
+            "bytes": look.bytes[there],
+            "age": age,
+            "idle": np.minimum(idle, age),
+            "mass_mean": look.mean[there],
+            "mass_max": look.max[there],
+            "uses": uses,
+            "key_norm": _or_zeros(look.key_norm, there),
+            "value_norm": _or_zeros(look.value_norm, there),
+            "key_novelty": _or_zeros(look.key_novelty, there),
+            "protected": protected,
+        }
+
+    @staticmethod
+    def _newest(there: Indices, position: npt.NDArray[np.int32], per_stream: int) -> npt.NDArray[np.int32]:
+        """Of every page, the position of the newest page of its stream."""
+        if not len(there):
+            return position
+        stream = there // per_stream
+        last = np.zeros(int(stream[-1]) + 1, np.int32)
+        np.maximum.at(last, stream, position)
+        newest: npt.NDArray[np.int32] = last[stream]
+        return newest
+
+    def _look(self, look: LayerLook, there: Indices, clock: int) -> tuple[Floats, Floats]:
+        """Steps since the last look that found each page used, and the share of looks that did."""
+        n_pages = len(look.tier)
+        memory = self._memory.get(look.array)
+        if memory is None or len(memory.n_looks) != n_pages:
+            zeros = np.zeros(n_pages, np.float32)
+            memory = _Memory(zeros, zeros.copy(), np.full(n_pages, float(clock)), np.zeros(n_pages, np.bool_))
+            self._memory[look.array] = memory
+        content = look.tier != GONE
+        fresh = content & ~memory.had_content  # a page begun since, or begun anew
+        memory.n_looks[fresh] = memory.n_uses[fresh] = 0
+        memory.last_used[fresh] = clock
+        memory.had_content = content
+        used = look.mean[there] * np.float32(max(1, len(there))) > 1.0
+        memory.n_looks[there] += 1
+        memory.n_uses[there[used]] += 1
+        memory.last_used[there[used]] = clock
+        # last_used of a page that was there at the first look and never used is that look: its age limits idle from above,
+        # and nothing is known of the time before
+        return (clock - memory.last_used[there]).astype(np.float32), memory.n_uses[there] / memory.n_looks[there]
+
+
+def _or_zeros(values: Floats, there: Indices) -> Floats:
+    return values[there] if len(values) else np.zeros(len(there), np.float32)
+
+
+def _nothing() -> dict[str, npt.NDArray[np.generic]]:
+    kinds: dict[str, type[np.generic]] = {"array": np.uint32, "page": np.uint32, "layer": np.int32, "position": np.int32, "tier": np.uint8, "bytes": np.int64, "protected": np.bool_}
+    floats = ("layer_depth", "age", "idle", "mass_mean", "mass_max", "uses", "key_norm", "value_norm", "key_novelty")
+    return {**{name: np.zeros(0, kind) for name, kind in kinds.items()}, **{name: np.zeros(0, np.float32) for name in floats}}

@@ -1,0 +1,55 @@
+"""Policies by name: the built-in ones, and those that other packages register under the entry point group kvtier.policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final, cast
+
+from ..errors import PolicyError, UsageError
+from .base import Policy
+
+GROUP: Final = "kvtier.policies"
+DEFAULT: Final = "lru"
+
+Factory = Callable[..., Policy]
+
+# name: module and class. The names are what --policy takes.
+BUILT_IN: Final[dict[str, tuple[str, str]]] = {
+    "static": ("static", "Static"),
+    "lru": ("lru", "Lru"),
+    "sink_window": ("sink_window", "SinkWindow"),
+    "h2o": ("h2o", "H2o"),
+    "key_diversity": ("key_diversity", "KeyDiversity"),
+    "retention": ("retention", "Retention"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every name that `create` knows, the built-in ones first. Third parties cannot replace these."""
+    return (*BUILT_IN, *sorted(name for name in _third_party() if name not in BUILT_IN))
+
+
+def create(name: str, seed: int = 0) -> Policy:
+    """A new policy. Raises UsageError for an unknown name, PolicyError if a third party's cannot be made."""
+    wanted = name.strip().lower().replace("-", "_")
+    if wanted in BUILT_IN:
+        module, cls = BUILT_IN[wanted]
+        factory = cast(Factory, getattr(import_module(f".{module}", __package__), cls))
+        return factory(seed=seed)
+    third = _third_party()
+    entry = third.get(name.strip(), third.get(wanted))
+    if entry is None:
+        raise UsageError(f"no policy is called '{name}'", f"Policies: {', '.join(names())}.")
+    try:
+        policy = entry.load()(seed=seed)
+    except Exception as err:
+        raise PolicyError(f"the policy '{entry.name}' of {entry.value} cannot be made: {type(err).__name__}: {err}") from err
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"the policy '{entry.name}' of {entry.value} has no `name` or no `plan`")
+    return policy
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
+from .placement import KVEngine, Placement
+from .policies.base import Policy
+from .policies.registry import create as create_policy
 from .settings import KVSettings
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ class Llama(llama_cpp.Llama):
             RAM takes type_k and type_v by default, disk takes RAM's.
         page_tokens: tokens per page, a multiple of 32.
         kv_settings: all of the above in one object, instead of them.
+        policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
+            the library's own choice, by last use.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
 
     Raises:
@@ -65,6 +71,7 @@ class Llama(llama_cpp.Llama):
         kv_disk_type_v: str | None = None,
         page_tokens: int | None = None,
         kv_settings: KVSettings | None = None,
+        policy: str | Policy | None = None,
         type_k: int | str | None = None,
         type_v: int | str | None = None,
         **kwargs: Any,
@@ -81,6 +88,7 @@ class Llama(llama_cpp.Llama):
         }
         settings = _merge(kv_settings, own).with_cache_types(_type_name("type_k", type_k), _type_name("type_v", type_v))
         _check_arguments(kwargs)
+        chosen = create_policy(policy) if isinstance(policy, str) else policy
         gguf.read_model(model_path)  # llama.cpp must never see a damaged file
 
         loaded = runtime.load()
@@ -95,6 +103,8 @@ class Llama(llama_cpp.Llama):
             raise
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
+        self._policy = policy
+        self._placement = _start_placement(self._kv, chosen, self._ctx.decode) if chosen is not None else None
 
     def _load(
         self,
@@ -125,6 +135,11 @@ class Llama(llama_cpp.Llama):
         """Figures of the tiers and attention mass."""
         return self._kv
 
+    @property
+    def placement(self) -> Placement | None:
+        """The policy at work; None without one."""
+        return self._placement
+
     def eval(self, tokens: Any) -> None:
         """Evaluate tokens after those evaluated so far.
 
@@ -136,12 +151,15 @@ class Llama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free the model, its cache and its disk tier's files; waits for arrays that still point into the cache."""
+        placement: Placement | None = self.__dict__.get("_placement")
+        if placement is not None:
+            placement.stop()
         lease: CacheLease | None = self.__dict__.get("_lease")
         if lease is not None:
             lease.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kv_settings": self._kv.settings}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "kv_settings": self._kv.settings, "policy": self._policy}  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
@@ -168,10 +186,13 @@ class _Decode:
     def __init__(self, context: Any, domain: _native.Domain) -> None:
         self._context = context
         self._domain = domain
+        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens each successful call decoded
 
     def __call__(self, batch: Any) -> None:
         code = api.llama_decode(self._context.ctx, batch.batch)
         if code == 0:
+            if self.on_tokens is not None:
+                self.on_tokens(int(batch.batch.n_tokens))
             return
         if code == _ABORTED:
             raise CancelledError("the computation was stopped")
@@ -186,6 +207,18 @@ class _Decode:
             f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})",
             self._domain,
         )
+
+
+def _start_placement(kv: KVCache, policy: Policy, decode: Any) -> Placement:
+    engine = KVEngine(kv)
+    placement = Placement(engine, policy)
+
+    def on_tokens(n_tokens: int) -> None:
+        engine.advance(n_tokens)
+        placement.advance(n_tokens)
+
+    decode.on_tokens = on_tokens
+    return placement
 
 
 def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:

@@ -25,7 +25,7 @@ from .policies.validate import check_plan
 
 TIME_LIMIT_S: Final = 0.25  # far above what a sound policy takes, far below what 16 tokens take on a slow machine
 _BYTES_PER_F16: Final = 2.0
-PROTECT_FIRST, PROTECT_LAST = 1, 2  # the native library's own defaults
+PROTECT_FIRST, PROTECT_LAST, MASS_DECAY = 1, 2, 0.98  # the native library's own defaults
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class KVEngine:
                 key_norm=layer.key_norm.copy(),
                 value_norm=layer.value_norm.copy(),
                 key_novelty=layer.key_novelty.copy(),
+                weight=self._weight(layer),
                 is_window=layer.figures.cells_per_stream < cells,
             )
             for layer, tier, size in zip(layers, pages, sizes, strict=True)
@@ -127,6 +128,12 @@ class KVEngine:
             protect_first=PROTECT_FIRST if settings.protect_first is None else settings.protect_first,
             protect_last=PROTECT_LAST if settings.protect_last is None else settings.protect_last,
         )
+
+    def _weight(self, layer: LayerMass) -> float:
+        """What one step's mass sums to: the query heads, as far as the decayed mean of the steps so far tells."""
+        decay = self._kv.settings.mass_decay
+        part = 1 - (MASS_DECAY if decay is None else decay) ** max(1, layer.figures.n_mass_steps)
+        return float(layer.page_mean.sum()) / part or 1.0
 
     def _n_tokens(self, looks: Sequence[LayerLook]) -> int:
         """Tokens of the longest stream: those seen, as far as the pages that are begun agree (context may be taken back)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from .figures import Figures, TierFigures
 from .generation import Timing
+from .placement import PlacementFigures
 from .sizes import format_bytes, format_rate, format_seconds
 
 _PLACE: Mapping[str, str] = {
@@ -30,6 +31,7 @@ class RunReport:
     load_s: float
     timing: Timing
     figures: Figures
+    placement: PlacementFigures | None = None
 
     def as_json(self, text: str) -> dict[str, Any]:
         """Plain values for json.dumps."""
@@ -42,6 +44,7 @@ class RunReport:
             "load_s": self.load_s,
             **asdict(self.timing),
             "kv": {"n_layers": self.n_layers, **figures},
+            "policy": None if self.placement is None else asdict(self.placement),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -55,6 +58,9 @@ class RunReport:
             ("decode", f"{format_rate(t.decode_per_s)}, {t.n_generated:,} tokens ({_FINISH[t.finish]})"),
         ]
         decoded_any = t.n_generated > 0 or t.prefill_per_s is not None
+        if self.placement is not None:
+            p = self.placement
+            rows.append(("policy", f"{p.policy}, {p.n_plans:,} plans, {p.n_moved:,} pages moved"))
         return rows + (kv_rows(self.figures, self.n_layers) if decoded_any else [])
 
 

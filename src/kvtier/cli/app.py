@@ -16,7 +16,7 @@ from . import ui
 from .signals import Stopped
 
 # Each is a module of this package with an object `command`.
-COMMANDS: Final = ("run", "plan", "doctor", "models", "eval", "bench", "plugin-path")
+COMMANDS: Final = ("run", "plan", "doctor", "models", "eval", "bench", "trace", "simulate", "scorer", "plugin-path")
 EXIT_INTERRUPTED: Final = 130
 
 

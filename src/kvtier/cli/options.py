@@ -174,6 +174,24 @@ def kv_options(function: F) -> F:
     return function
 
 
+def policy_option(function: F) -> F:
+    """--policy: see `known_policy`."""
+    return option(
+        "--policy",
+        metavar="NAME",
+        help="Who decides which pages stay in RAM; docs/policies.md lists them.  [default: the least recently used leave]",
+    )(function)
+
+
+def known_policy(name: str | None) -> str | None:
+    """The name, if there is such a policy. Raises UsageError that lists those that exist."""
+    if name is not None:
+        from ..policies.registry import create
+
+        create(name)
+    return name
+
+
 def kv_settings(options: dict[str, Any]) -> KVSettings:
     """Take the options of `kv_options` out of `options`. Raises SettingsError."""
     names = (

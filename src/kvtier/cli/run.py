@@ -18,7 +18,22 @@ import click
 from ..errors import ChatTemplateError, ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
-from .options import BATCH, CONTEXT, FORMAT, FiniteRange, OneOfParam, kv_options, kv_settings, not_ours, not_utf8, option, require_utf8, require_utf8_path
+from .options import (
+    BATCH,
+    CONTEXT,
+    FORMAT,
+    FiniteRange,
+    OneOfParam,
+    known_policy,
+    kv_options,
+    kv_settings,
+    not_ours,
+    not_utf8,
+    option,
+    policy_option,
+    require_utf8,
+    require_utf8_path,
+)
 from .signals import StopFlag
 from .streaming import streaming
 
@@ -46,6 +61,7 @@ class _Job:
     rope: dict[str, Any]
     swa_full: bool
     verbose: bool
+    policy: str | None
 
 
 @click.command("run", context_settings={"show_default": True})
@@ -111,6 +127,7 @@ class _Job:
 )
 @option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")
 @kv_options
+@policy_option
 @option(
     "--rope-scaling",
     type=OneOfParam("method", _ROPE_SCALINGS),
@@ -162,6 +179,7 @@ def command(
     """
     model = _one_model(model, model_option)
     settings = kv_settings(options)
+    options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")
     require_utf8_path(settings.dir, "the directory of the disk tier")
     text = _prompt_text(prompt, file, as_json)
@@ -270,6 +288,7 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bo
         rope,
         swa_full,
         options["verbose"],
+        options["policy"],
     )
 
 
@@ -311,6 +330,7 @@ def _load(job: _Job) -> Llama:
     from ..llama import Llama
 
     runtime.log.muted = not job.verbose
+    ui.show_warnings_of("kvtier.placement")
     try:
         return Llama(
             str(job.path),
@@ -322,6 +342,7 @@ def _load(job: _Job) -> Llama:
             type_k=job.type_k,
             type_v=job.type_v,
             kv_settings=job.settings,
+            policy=job.policy,
             swa_full=job.swa_full,
             verbose=job.verbose,
             **job.rope,
@@ -356,7 +377,14 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
                 ui.echo()
             raise
         report = RunReport(
-            str(job.path), llm.n_ctx(), job.n_ctx_train, llm.kv.n_layers, load_s, generation.timing(), llm.kv.figures
+            str(job.path),
+            llm.n_ctx(),
+            job.n_ctx_train,
+            llm.kv.n_layers,
+            load_s,
+            generation.timing(),
+            llm.kv.figures,
+            llm.placement.figures if llm.placement is not None else None,
         )
     if as_json:
         ui.echo(json.dumps(report.as_json("".join(answer)), ensure_ascii=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import time
@@ -112,6 +113,19 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """A warning on stderr."""
     console().print(Text.assemble(("warning: ", "yellow"), text))
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(record.getMessage())
+
+
+def show_warnings_of(logger: str) -> None:
+    """Warnings that a part of the package logs are shown as warnings of the program."""
+    log = logging.getLogger(logger)
+    if not any(isinstance(handler, _Warnings) for handler in log.handlers):
+        log.addHandler(_Warnings(logging.WARNING))
+        log.propagate = False
 
 
 def error(problem: KvtierError) -> None:

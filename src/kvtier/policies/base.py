@@ -23,7 +23,7 @@ Indices = npt.NDArray[np.int64]
 class PageStats:
     """All pages with content, of all layers: arrays of the same length [n].
 
-    Mass is the share of a query's softmax probability, mean over heads: the pages of one layer sum to about 1.
+    Mass is the share of the softmax probability of a step, over all query heads: the means of one layer's pages sum to 1.
 
     Attributes:
         array: uint32, id of the page's array; page: uint32, its number there.
@@ -110,7 +110,7 @@ def leave_last(score: Floats, stats: PageStats) -> Floats:
 
 
 def lowest_first(keep: Floats, among: Indices, n: int) -> Indices:
-    """The `n` of `among` with the lowest keep, lowest first; ties in the order of `among`. O(n log n) for small n."""
+    """The `n` of `among` with the lowest keep, lowest first. Always the same for the same input."""
     values = keep[among]
     if n < len(among):
         among = among[np.argpartition(values, n)[:n]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .base import GONE, Floats, Indices, PageStats
+from .base import ARRAYS, GONE, Floats, Indices, PageStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class LayerLook:
         pages_per_stream: page = stream * pages_per_stream + position.
         tier: uint8, index into TIERS; GONE is a page without content.
         bytes: int64 on its tier.
-        mean, max: float32, decayed mean and maximum of the page's mass.
+        mean, max: float32, decayed mean and maximum of the page's mass, in the engine's own unit.
+        weight: what one step's mass of the layer sums to in that unit.
         key_norm, value_norm, key_novelty: float32, or empty where the engine gives none.
         is_window: the layer sees a sliding window only, in a cache used as a ring: its pages are all protected.
     """
@@ -39,6 +40,7 @@ class LayerLook:
     key_norm: Floats
     value_norm: Floats
     key_novelty: Floats
+    weight: float = 1.0
     is_window: bool = False
 
 
@@ -79,7 +81,9 @@ class Tracker:
         there = np.flatnonzero(look.tier != GONE)
         position = (there % look.pages_per_stream).astype(np.int32)
         newest = self._newest(there, position, look.pages_per_stream)
-        idle, uses = self._look(look, there, clock)
+        mean = look.mean[there]
+        mean = mean / max(float(mean.sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
+        idle, uses = self._look(look, there, mean, clock)
         tokens = self.shape.page_tokens
         behind = (newest - position).astype(np.float32)
         # how far the newest page is filled is known for the longest stream only
@@ -96,8 +100,8 @@ class Tracker:
             "bytes": look.bytes[there],
             "age": age,
             "idle": np.minimum(idle, age),
-            "mass_mean": look.mean[there],
-            "mass_max": look.max[there],
+            "mass_mean": mean,
+            "mass_max": look.max[there] / np.float32(look.weight),
             "uses": uses,
             "key_norm": _or_zeros(look.key_norm, there),
             "value_norm": _or_zeros(look.value_norm, there),
@@ -116,7 +120,7 @@ class Tracker:
         newest: npt.NDArray[np.int32] = last[stream]
         return newest
 
-    def _look(self, look: LayerLook, there: Indices, clock: int) -> tuple[Floats, Floats]:
+    def _look(self, look: LayerLook, there: Indices, mean: Floats, clock: int) -> tuple[Floats, Floats]:
         """Steps since the last look that found each page used, and the share of looks that did."""
         n_pages = len(look.tier)
         memory = self._memory.get(look.array)
@@ -129,7 +133,7 @@ class Tracker:
         memory.n_looks[fresh] = memory.n_uses[fresh] = 0
         memory.last_used[fresh] = clock
         memory.had_content = content
-        used = look.mean[there] * np.float32(max(1, len(there))) > 1.0
+        used = mean * np.float32(len(there)) > 1.0
         memory.n_looks[there] += 1
         memory.n_uses[there[used]] += 1
         memory.last_used[there[used]] = clock
@@ -143,6 +147,8 @@ def _or_zeros(values: Floats, there: Indices) -> Floats:
 
 
 def _nothing() -> dict[str, npt.NDArray[np.generic]]:
-    kinds: dict[str, type[np.generic]] = {"array": np.uint32, "page": np.uint32, "layer": np.int32, "position": np.int32, "tier": np.uint8, "bytes": np.int64, "protected": np.bool_}
-    floats = ("layer_depth", "age", "idle", "mass_mean", "mass_max", "uses", "key_norm", "value_norm", "key_novelty")
-    return {**{name: np.zeros(0, kind) for name, kind in kinds.items()}, **{name: np.zeros(0, np.float32) for name in floats}}
+    kinds: dict[str, type[np.generic]] = {
+        "array": np.uint32, "page": np.uint32, "layer": np.int32, "position": np.int32,
+        "tier": np.uint8, "bytes": np.int64, "protected": np.bool_,
+    }
+    return {name: np.zeros(0, kinds.get(name, np.float32)) for name in ARRAYS}

@@ -1,0 +1,129 @@
+"""The thread that runs a policy: whatever the policy does, plans are made, and stopping leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier import Llama
+from kvtier.errors import UsageError
+from kvtier.figures import UNLIMITED
+from kvtier.placement import Placement, Planner
+from kvtier.policies import Budgets, PageStats, Plan, place
+from kvtier.policies.base import GONE
+from kvtier.policies.registry import DEFAULT
+from kvtier.simulator.engine import TraceEngine
+
+from .texts import source_text
+from .traces import random_stats, synthetic
+
+
+class Fails:
+    """A policy that is sound until it is not."""
+
+    name = "fails"
+
+    def __init__(self, how: str, n_sound: int = 1) -> None:
+        self.how = how
+        self.n_sound = n_sound
+        self.release = threading.Event()
+
+    def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
+        self.n_sound -= 1
+        if self.n_sound >= 0:
+            return place(stats, budgets, stats.mass_mean)
+        if self.how == "hangs":
+            self.release.wait(60)
+        if self.how == "raises":
+            raise RuntimeError("out of ideas")
+        if self.how == "exits":
+            raise SystemExit(3)
+        return Plan(stats.mass_mean, np.array([len(stats)]), np.array([GONE], np.uint8))  # nonsense
+
+
+@pytest.fixture
+def no_threads_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before]
+    for thread in left:
+        thread.join(10)
+    assert not [t.name for t in left if t.is_alive()]
+
+
+@pytest.mark.parametrize(("how", "words"), [("raises", "out of ideas"), ("nonsense", "names page"), ("hangs", "more than"), ("exits", "SystemExit")])
+def test_a_bad_policy_is_reported_once_and_replaced(how: str, words: str, tmp_path: Path, no_threads_left: None) -> None:
+    engine = TraceEngine(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
+    said: list[str] = []
+    policy = Fails(how)
+    placement = Placement(engine, policy, every=16, limit_s=0.1, report=said.append)
+    for _ in range(5):
+        for _ in range(16):
+            engine.step()
+        placement.advance(16)
+        assert placement.settle()
+    policy.release.set()
+    placement.stop()
+    assert len(said) == 1
+    assert "'fails'" in said[0]
+    assert DEFAULT in said[0]
+    assert words in said[0]
+    assert placement.policy.name == placement.figures.policy == DEFAULT
+    assert words in placement.figures.problem
+    assert placement.figures.n_plans == 5
+    assert engine.host_bytes() <= 50_000
+
+
+def test_every_plan_of_the_planner_is_checked() -> None:
+    stats, budgets = random_stats(np.random.default_rng(0), 2, 30), Budgets(30_000, 0)
+    planner = Planner(Fails("nonsense", n_sound=2), report=lambda _text: None)
+    for _ in range(4):
+        plan = planner.plan(stats, budgets)
+        assert plan.indices.max() < len(stats)
+    assert planner.problem
+    planner.end()
+
+
+def test_stop_ends_the_threads_at_once_and_twice(tmp_path: Path, no_threads_left: None) -> None:
+    engine = TraceEngine(synthetic(tmp_path / "t"), Budgets(50_000, 0))
+    placement = Placement(engine, Fails("raises", n_sound=100))
+    engine.step()
+    placement.advance(16)
+    placement.stop()
+    placement.stop()
+
+
+def test_unknown_policy_is_refused_before_the_model_is_read() -> None:
+    with pytest.raises(UsageError, match="no policy is called 'nix'"):
+        Llama("/there/is/no/such.gguf", policy="nix")
+
+
+@pytest.mark.parametrize("policy", ["h2o", Fails("raises")], ids=["h2o", "one that fails"])
+def test_tokens_are_the_same_wherever_a_policy_puts_pages(smollm2_path: Path, tmp_path: Path, policy: object, no_threads_left: None) -> None:
+    def generate(**options: object) -> tuple[list[int], Llama]:
+        llm = Llama(str(smollm2_path), n_ctx=1024, n_batch=256, n_ubatch=256, verbose=False, seed=1, **options)
+        llm.eval(llm.tokenize(source_text().encode())[:700])
+        tokens = []
+        for _ in range(70):
+            tokens.append(llm.sample(temp=0.0))
+            llm.eval([tokens[-1]])
+        return tokens, llm
+
+    plain, llm = generate()
+    n_bytes = llm.kv.figures.tiers["host"].used_bytes
+    llm.close()
+    ours, llm = generate(kv_host=n_bytes // 2, kv_disk="1GiB", kv_dir=tmp_path, policy=policy)
+    placement = llm.placement
+    assert placement is not None
+    assert placement.settle()
+    assert ours == plain
+    assert placement.figures.n_plans >= 4
+    assert placement.figures.n_moved > 0
+    assert bool(placement.figures.problem) == isinstance(policy, Fails)
+    assert llm.kv.figures.tiers["host"].held_bytes <= n_bytes // 2
+    llm.close()
+    assert list(tmp_path.iterdir()) == []

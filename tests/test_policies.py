@@ -1,0 +1,233 @@
+"""One matrix over all policies: plans are valid, budgets are held, the same calls give the same plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import PolicyError, UsageError
+from kvtier.figures import UNLIMITED
+from kvtier.policies import Budgets, PageStats, Plan, check_plan, create, names, place, registry
+from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
+from kvtier.policies.looks import LayerLook, Shape, Tracker
+from kvtier.policies.validate import check_stats
+
+from .traces import random_stats
+
+POLICIES = tuple(registry.BUILT_IN)
+BUDGETS = {
+    "no limit": Budgets(),
+    "lossy": Budgets(40_000, 0),
+    "disk": Budgets(40_000, UNLIMITED),
+    "small disk": Budgets(40_000, 20_000),
+    "less than what is protected": Budgets(3_000, 0),
+}
+
+
+def after(stats: PageStats, plan: Plan) -> PageStats:
+    """The pages as they are when the plan was carried out."""
+    tier = stats.tier.copy()
+    tier[plan.indices] = plan.to_tier
+    left = tier != GONE
+    arrays = {name: getattr(stats, name)[left] for name in ARRAYS}
+    return PageStats(**{**arrays, "tier": tier[left]}, clock=stats.clock + 16, n_tokens=stats.n_tokens + 16, page_tokens=stats.page_tokens)
+
+
+def held(stats: PageStats, tier: int) -> int:
+    return int(stats.bytes[stats.tier == tier].sum())
+
+
+@pytest.mark.parametrize("budgets", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_plans_are_valid_and_budgets_held(name: str, budgets: Budgets) -> None:
+    policy = create(name)
+    stats = random_stats(np.random.default_rng(1), 4, 25, on_disk=0.1 if budgets.disk_bytes else 0.0)
+    for _ in range(4):
+        check_stats(stats)
+        stats = after(stats, check_plan(policy.plan(stats, budgets), stats, budgets))
+        protected = int(stats.bytes[stats.protected].sum())
+        assert held(stats, HOST) <= max(budgets.host_bytes, protected)
+        assert held(stats, DISK) <= budgets.disk_bytes
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    n_layers=st.integers(1, 5),
+    n_pages=st.integers(1, 40),
+    host=st.integers(0, 200_000),
+    disk=st.integers(0, 200_000),
+    zero_mass=st.booleans(),
+)
+def test_any_figures_give_a_valid_plan(name: str, seed: int, n_layers: int, n_pages: int, host: int, disk: int, zero_mass: bool) -> None:
+    budgets = Budgets(host, disk)
+    stats = random_stats(np.random.default_rng(seed), n_layers, n_pages, on_disk=0.3 if disk else 0.0, zero_mass=zero_mass)
+    stats = after(stats, place(stats, Budgets(UNLIMITED, disk), np.ones(len(stats), np.float32)))
+    plan = check_plan(create(name).plan(stats, budgets), stats, budgets)
+    held_after = after(stats, plan)
+    assert held(held_after, HOST) <= max(host, int(stats.bytes[stats.protected].sum()))
+    moved = stats.tier[plan.indices] != plan.to_tier
+    assert moved.all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_pages_no_plan(name: str) -> None:
+    stats = random_stats(np.random.default_rng(0), 1, 0)
+    assert len(check_plan(create(name).plan(stats, Budgets(0, 0)), stats, Budgets(0, 0)).indices) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_calls_give_the_same_plans(name: str) -> None:
+    def run() -> list[bytes]:
+        policy, plans = create(name, seed=5), []
+        stats = random_stats(np.random.default_rng(9), 3, 60)
+        for _ in range(5):
+            plan = policy.plan(stats, Budgets(60_000, 0))
+            plans.append(plan.keep.tobytes() + plan.indices.tobytes() + plan.to_tier.tobytes())
+            stats = after(stats, plan)
+        return plans
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_figures_are_left_alone(name: str) -> None:
+    stats = random_stats(np.random.default_rng(2), 3, 30)
+    before = {field: getattr(stats, field).copy() for field in ARRAYS}
+    create(name).plan(stats, Budgets(30_000, 0))
+    assert all(np.array_equal(before[field], getattr(stats, field)) for field in ARRAYS)
+
+
+def test_what_each_policy_keeps() -> None:
+    """The page that each policy lets go first, of pages that differ in one figure."""
+    base = random_stats(np.random.default_rng(3), 1, 20)
+    flat = {name: np.full(20, 0.5, np.float32) for name in ("mass_mean", "mass_max", "uses", "key_novelty", "idle")}
+    base = replace(base, **flat)
+    middle = np.arange(1, 18)
+
+    def first_to_go(name: str, **figures: np.ndarray) -> int:
+        plan = create(name).plan(replace(base, **figures), Budgets(19_000, 0))
+        assert len(plan.indices) >= 1
+        return int(middle[np.argmin(plan.keep[middle])])
+
+    one = np.full(20, 0.5, np.float32)
+    one[7] = 0.1
+    assert first_to_go("lru", idle=1 - one) == 7
+    assert first_to_go("h2o", mass_mean=one) == 7
+    assert first_to_go("key_diversity", key_novelty=one) == 7
+    assert first_to_go("retention", mass_mean=one) == 7
+    assert first_to_go("sink_window") == 2  # pages 0 and 1 are the sink's 64 tokens
+    assert first_to_go("static") == 17  # the newest that is not protected
+
+
+def test_place_brings_back_what_is_worth_it_and_no_more() -> None:
+    stats = random_stats(np.random.default_rng(4), 1, 50)
+    tier = stats.tier.copy()
+    tier[10:20] = DISK
+    stats = replace(stats, tier=tier)
+    keep = np.full(50, 1.0, np.float32)
+    keep[12], keep[13], keep[30] = 5.0, 1.1, 0.5
+    full = Budgets(int(stats.bytes[tier == HOST].sum()) + 1000, UNLIMITED)  # room for the page that is begun next, and no more
+    plan = place(stats, full, keep, swaps=0.1)
+    assert dict(zip(plan.indices.tolist(), plan.to_tier.tolist(), strict=True)) == {30: DISK, 12: HOST}
+    roomy = place(stats, Budgets(UNLIMITED, UNLIMITED), keep, swaps=1.0)
+    assert sorted(roomy.indices.tolist()) == list(range(10, 20))
+
+
+BAD_PLANS = {
+    "no plan": (lambda n: "evict everything", "instead of a Plan"),
+    "keep too short": (lambda n: Plan(np.zeros(n - 1, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)), "entries for"),
+    "keep not finite": (lambda n: Plan(np.full(n, np.nan, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)), "finite"),
+    "keep a list": (lambda n: Plan([0.0] * n, np.zeros(0, np.int64), np.zeros(0, np.uint8)), "no one-dimensional array"),
+    "page out of range": (lambda n: Plan(np.zeros(n, np.float32), np.array([n]), np.array([GONE], np.uint8)), "names page"),
+    "negative page": (lambda n: Plan(np.zeros(n, np.float32), np.array([-1]), np.array([GONE], np.uint8)), "names page -1"),
+    "twice": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 5]), np.array([GONE, GONE], np.uint8)), "same page"),
+    "no such tier": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([77], np.uint8)), "not there"),
+    "no disk": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([DISK], np.uint8)), "tier disk"),
+    "protected": (lambda n: Plan(np.zeros(n, np.float32), np.array([0]), np.array([GONE], np.uint8)), "protected"),
+    "lengths": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 6]), np.array([GONE], np.uint8)), "2 pages to move and 1"),
+    "floats as indices": (lambda n: Plan(np.zeros(n, np.float32), np.array([5.0]), np.array([GONE], np.uint8)), "indices"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_PLANS, ids=BAD_PLANS)
+def test_nonsense_is_refused(bad: str) -> None:
+    make, words = BAD_PLANS[bad]
+    stats = random_stats(np.random.default_rng(5), 2, 20)
+    with pytest.raises(PolicyError, match=words):
+        check_plan(make(len(stats)), stats, Budgets(30_000, 0))
+
+
+def test_a_plan_that_overfills_a_tier_is_refused() -> None:
+    stats = random_stats(np.random.default_rng(5), 1, 20, on_disk=0.5)
+    disk = np.flatnonzero(stats.tier == DISK)
+    plan = Plan(np.zeros(20, np.float32), disk, np.full(len(disk), HOST, np.uint8))
+    with pytest.raises(PolicyError, match="host would hold"):
+        check_plan(plan, stats, Budgets(10_000, UNLIMITED))
+    with pytest.raises(PolicyError, match="disk would hold"):
+        some = np.flatnonzero((stats.tier == HOST) & ~stats.protected)
+        check_plan(Plan(plan.keep, some, np.full(len(some), DISK, np.uint8)), stats, Budgets(30_000, 5_000))
+
+
+def test_unknown_name_lists_what_exists() -> None:
+    with pytest.raises(UsageError) as caught:
+        create("lfu")
+    assert all(name in str(caught.value) for name in POLICIES)
+    assert create("Sink-Window").name == "sink_window"
+
+
+class _Theirs:
+    name = "theirs"
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
+        return place(stats, budgets, stats.mass_max)
+
+
+def _no_policy(seed: int) -> object:
+    return object()
+
+
+def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(group: str) -> list[EntryPoint]:
+        assert group == "kvtier.policies"
+        return [EntryPoint(name, f"{__name__}:{value}", group) for name, value in (("theirs", "_Theirs"), ("bad", "_no_policy"), ("missing", "_Nothing"), ("lru", "_Theirs"))]
+
+    monkeypatch.setattr(registry, "entry_points", found)
+    assert names() == (*POLICIES, "bad", "missing", "theirs")
+    assert isinstance(create("theirs", seed=3), _Theirs)
+    assert not isinstance(create("lru"), _Theirs)
+    with pytest.raises(PolicyError, match="no `name`"):
+        create("bad")
+    with pytest.raises(PolicyError, match="cannot be made: AttributeError"):
+        create("missing")
+
+
+def _look(tier: list[int], mean: list[float]) -> LayerLook:
+    n = len(tier)
+    none = np.zeros(0, np.float32)
+    return LayerLook(7, 2, n, np.array(tier, np.uint8), np.full(n, 10, np.int64), np.array(mean, np.float32), np.array(mean, np.float32), none, none, none)
+
+
+def test_looks_tell_idle_and_uses() -> None:
+    tracker = Tracker(Shape(n_layers=5, page_tokens=32))
+    stats = tracker.stats([_look([HOST, HOST, HOST, GONE], [0.6, 0.3, 0.5, 0.0])], 96, 96)
+    assert stats.array.tolist() == [7, 7, 7]
+    assert stats.age.tolist() == [64, 32, 0]
+    assert stats.uses.tolist() == [1, 0, 1]
+    assert stats.protected.tolist() == [True, True, True]
+    stats = tracker.stats([_look([HOST, GONE, HOST, HOST], [0.2, 0.0, 0.5, 0.4])], 120, 120)
+    assert stats.page.tolist() == [0, 2, 3]
+    assert stats.age.tolist() == [88, 24, 0]
+    assert stats.idle.tolist() == [24, 0, 0]
+    assert stats.uses.tolist() == [0.5, 1, 1]
+    assert stats.layer_depth.tolist() == [0.5] * 3
+    assert stats.key_norm.tolist() == [0.0] * 3

@@ -20,6 +20,9 @@ LAYERS = (
     {"settings"},
     {"_native"},
     {"kv", "runtime"},
+    {"policies/base"},
+    {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
+    {"placement"},
     {"llama"},
     {"chat", "generation"},
     {"report"},
@@ -66,6 +69,29 @@ def test_core_layers_point_one_way() -> None:
             assert imported in rank, f"{module} imports {imported}, which is not in the core"
             same_line = rank[imported] == level and module in {"gguf", "models", "_hub", "sizes", "errors"}
             assert rank[imported] < level or same_line, f"{module} imports {imported}, which is not below it"
+
+
+# A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no engine either.
+ENGINE = {"_native", "kv", "runtime", "llama", "tracing", "generation"}
+
+
+def _reachable(module: str) -> set[str]:
+    """Modules of the package that importing a module brings in, lazily or not."""
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        for name in _own_imports(todo.pop()) - found:
+            found.add(name)
+            todo.append(name)
+    return found
+
+
+def test_policies_know_no_engine() -> None:
+    policies = [module for module in MODULES if module.startswith(("policies/", "simulator/"))]
+    assert len(policies) > 12
+    for module in [*policies, "trace"]:
+        assert not _reachable(module) & ENGINE, f"{module} reaches {_reachable(module) & ENGINE}"
+        assert not any(name.split("/")[0] in {"llama_cpp", "cffi"} for name in _imports(MODULES[module]))
 
 
 def test_nothing_below_knows_the_command_line() -> None:

@@ -199,7 +199,8 @@ def _no_policy(seed: int) -> object:
 def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(group: str) -> list[EntryPoint]:
         assert group == "kvtier.policies"
-        return [EntryPoint(name, f"{__name__}:{value}", group) for name, value in (("theirs", "_Theirs"), ("bad", "_no_policy"), ("missing", "_Nothing"), ("lru", "_Theirs"))]
+        registered = {"theirs": "_Theirs", "bad": "_no_policy", "missing": "_Nothing", "lru": "_Theirs"}
+        return [EntryPoint(name, f"{__name__}:{value}", group) for name, value in registered.items()]
 
     monkeypatch.setattr(registry, "entry_points", found)
     assert names() == (*POLICIES, "bad", "missing", "theirs")

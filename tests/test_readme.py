@@ -50,7 +50,10 @@ def test_make_targets_exist_and_are_explained(target: str) -> None:
 
 @pytest.mark.parametrize("words", [call for call in kvtier_calls() if call[0] != "COMMAND"], ids=" ".join)
 def test_commands_and_their_options_exist(words: list[str]) -> None:
-    known = {option for parameter in command(words[0]).params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    used_command = command(words[0])
+    if isinstance(used_command, click.Group):
+        used_command = used_command.commands[words[1]]
+    known = {option for parameter in used_command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
     used = [word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)]
     assert not [option for option in used if option not in known]
 

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from .errors import KvtierError, NativeError, PolicyError
-from .figures import TIERS, UNLIMITED, Figures
+from .errors import KvtierError, PolicyError
+from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
+from .policies.apply import Engine, apply_plan
 from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, PageStats, Plan, Policy
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
@@ -30,24 +31,6 @@ PROTECT_FIRST, PROTECT_LAST, MASS_DECAY = 1, 2, 0.98  # the native library's own
 _log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """What placement needs of an engine: figures of its pages, and to carry out a plan."""
-
-    def stats(self) -> PageStats:
-        """The pages as they are now."""
-        ...
-
-    def budgets(self) -> Budgets: ...
-
-    def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
-        """Move pages of an array to "host", "disk" or "none" (their content is gone). Returns how many; raises NativeError."""
-        ...
-
-    def set_keep(self, array: int, pages: Indices, keep: Floats) -> None:
-        """Until the next call, pages of the array that must make room leave in the order of `keep`, lowest first."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlacementFigures:
     """What was done so far. `problem` is what the policy did wrong, empty while it is in charge."""
@@ -58,25 +41,6 @@ class PlacementFigures:
     n_refused: int = 0  # moves that the engine did not carry out
     slowest_s: float = 0.0  # longest time that a plan took
     problem: str = ""
-
-
-def apply_plan(engine: Engine, stats: PageStats, plan: Plan) -> tuple[int, list[NativeError]]:
-    """Carry out a checked plan: pages leave before others come. Returns pages moved and what the engine refused."""
-    for array in np.unique(stats.array).tolist():
-        of_array = np.flatnonzero(stats.array == array)
-        engine.set_keep(array, stats.page[of_array].astype(np.int64), plan.keep[of_array])
-    n_moved, refused = 0, []
-    order = sorted(set(plan.to_tier.tolist()), key=lambda tier: tier == HOST)
-    for tier in order:
-        going = plan.indices[plan.to_tier == tier]
-        arrays = stats.array[going]
-        for array in dict.fromkeys(arrays.tolist()):
-            pages = stats.page[going[arrays == array]].tolist()
-            try:
-                n_moved += engine.move(array, pages, TIERS[tier])
-            except NativeError as err:
-                refused.append(err)
-    return n_moved, refused
 
 
 class KVEngine:

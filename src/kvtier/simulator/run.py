@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..figures import UNLIMITED
-from ..placement import apply_plan
+from ..policies.apply import apply_plan
 from ..policies.base import PLAN_STEPS, Budgets, Policy
 from ..policies.registry import create
 from ..policies.validate import check_plan

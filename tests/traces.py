@@ -51,6 +51,7 @@ def random_stats(rng: np.random.Generator, n_layers: int, n_pages: int, on_disk:
         idle=np.minimum(rng.integers(0, 2000, n), age).astype(np.float32),
         mass_mean=mean,
         mass_max=np.minimum(1, mean * 3),
+        mass_long=mean,
         uses=rng.random(n, dtype=np.float32),
         key_norm=rng.random(n, dtype=np.float32),
         value_norm=rng.random(n, dtype=np.float32),

@@ -128,6 +128,10 @@ class TraceError(UsageError):
     """A trace file that cannot be used: no trace, of another version, damaged, or cut short."""
 
 
+class ScorerError(UsageError):
+    """A scorer file that cannot be used: no scorer, of another version or shape, or damaged."""
+
+
 class LibraryError(KvtierError):
     """The native library is missing, cannot be loaded, or refuses the llama.cpp that is installed."""
 

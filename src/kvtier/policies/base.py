@@ -34,8 +34,10 @@ class PageStats:
         age: float32, steps since the page was filled; 0 while it is being written.
         idle: float32, steps since the page was last seen with more mass than its fair share.
         mass_mean: float32, decayed mean of the page's mass; mass_max: float32, its largest.
+        mass_long: float32, mean of mass_mean over all looks at the page, one look per plan.
         uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of the layer.
-        key_norm, value_norm: float32, mean norm of the page's keys and values; zeros where the engine gives none.
+        key_norm, value_norm: float32, mean norm of the page's keys and values over the mean of all pages of its layer, less 1
+            and at most 4; zeros where the engine gives none.
         key_novelty: float32, 0..2, 1 - cosine of the page's mean key to the layer's; zeros where the engine gives none.
         protected: bool, pages that may not leave the host tier.
         clock: steps since the engine started; n_tokens: the longest stream, in tokens; page_tokens: tokens of a page.
@@ -52,6 +54,7 @@ class PageStats:
     idle: Floats
     mass_mean: Floats
     mass_max: Floats
+    mass_long: Floats
     uses: Floats
     key_norm: Floats
     value_norm: Floats
@@ -115,7 +118,7 @@ def lowest_first(keep: Floats, among: Indices, n: int) -> Indices:
     if n < len(among):
         among = among[np.argpartition(values, n)[:n]]
         values = keep[among]
-    return among[np.lexsort((among, values))]
+    return among[np.argsort(values)]
 
 
 def place(stats: PageStats, budgets: Budgets, keep: Floats, *, swaps: float = 0.02, margin: float = 1.25) -> Plan:

@@ -60,6 +60,7 @@ class _Memory:
 
     n_looks: Floats
     n_uses: Floats
+    mass: Floats  # sum over the looks
     last_used: npt.NDArray[np.float64]
     had_content: npt.NDArray[np.bool_]
 
@@ -83,7 +84,7 @@ class Tracker:
         newest = self._newest(there, position, look.pages_per_stream)
         mean = look.mean[there]
         mean = mean / max(float(mean.sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
-        idle, uses = self._look(look, there, mean, clock)
+        idle, uses, long = self._look(look, there, mean, clock)
         tokens = self.shape.page_tokens
         behind = (newest - position).astype(np.float32)
         # how far the newest page is filled is known for the longest stream only
@@ -102,9 +103,10 @@ class Tracker:
             "idle": np.minimum(idle, age),
             "mass_mean": mean,
             "mass_max": look.max[there] / np.float32(look.weight),
+            "mass_long": long,
             "uses": uses,
-            "key_norm": _or_zeros(look.key_norm, there),
-            "value_norm": _or_zeros(look.value_norm, there),
+            "key_norm": _relative(_or_zeros(look.key_norm, there)),
+            "value_norm": _relative(_or_zeros(look.value_norm, there)),
             "key_novelty": _or_zeros(look.key_novelty, there),
             "protected": protected,
         }
@@ -120,30 +122,40 @@ class Tracker:
         newest: npt.NDArray[np.int32] = last[stream]
         return newest
 
-    def _look(self, look: LayerLook, there: Indices, mean: Floats, clock: int) -> tuple[Floats, Floats]:
-        """Steps since the last look that found each page used, and the share of looks that did."""
+    def _look(self, look: LayerLook, there: Indices, mean: Floats, clock: int) -> tuple[Floats, Floats, Floats]:
+        """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass they saw."""
         n_pages = len(look.tier)
         memory = self._memory.get(look.array)
         if memory is None or len(memory.n_looks) != n_pages:
             zeros = np.zeros(n_pages, np.float32)
-            memory = _Memory(zeros, zeros.copy(), np.full(n_pages, float(clock)), np.zeros(n_pages, np.bool_))
+            memory = _Memory(zeros, zeros.copy(), zeros.copy(), np.full(n_pages, float(clock)), np.zeros(n_pages, np.bool_))
             self._memory[look.array] = memory
         content = look.tier != GONE
         fresh = content & ~memory.had_content  # a page begun since, or begun anew
-        memory.n_looks[fresh] = memory.n_uses[fresh] = 0
+        memory.n_looks[fresh] = memory.n_uses[fresh] = memory.mass[fresh] = 0
         memory.last_used[fresh] = clock
         memory.had_content = content
         used = mean * np.float32(len(there)) > 1.0
         memory.n_looks[there] += 1
+        memory.mass[there] += mean
         memory.n_uses[there[used]] += 1
         memory.last_used[there[used]] = clock
         # last_used of a page that was there at the first look and never used is that look: its age limits idle from above,
         # and nothing is known of the time before
-        return (clock - memory.last_used[there]).astype(np.float32), memory.n_uses[there] / memory.n_looks[there]
+        n_looks = memory.n_looks[there]
+        return (clock - memory.last_used[there]).astype(np.float32), memory.n_uses[there] / n_looks, memory.mass[there] / n_looks
 
 
 def _or_zeros(values: Floats, there: Indices) -> Floats:
     return values[there] if len(values) else np.zeros(len(there), np.float32)
+
+
+def _relative(values: Floats) -> Floats:
+    mean = float(values.mean()) if len(values) else 0.0
+    if mean <= 0:
+        return np.zeros(len(values), np.float32)
+    relative: Floats = np.clip(values / np.float32(mean) - np.float32(1), -1, 4)
+    return relative
 
 
 def _nothing() -> dict[str, npt.NDArray[np.generic]]:

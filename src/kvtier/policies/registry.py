@@ -23,6 +23,7 @@ BUILT_IN: Final[dict[str, tuple[str, str]]] = {
     "h2o": ("h2o", "H2o"),
     "key_diversity": ("key_diversity", "KeyDiversity"),
     "retention": ("retention", "Retention"),
+    "delta": ("delta", "Delta"),
 }
 
 

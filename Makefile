@@ -7,6 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL  := smollm2
+TEXTS  ?= python
 
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
@@ -14,7 +15,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake csrc src -type f -no
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-c test-python conformance sanitize bench lint clean distclean
+.PHONY: help setup demo test test-c test-python conformance sanitize bench scorer lint clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ sanitize: third_party/llama.cpp/.kvtier-stamp ## Run the C++ tests under the add
 
 bench: setup ## Print the table of decode and prefill rates beside stock llama.cpp, with the roofline
 	$(BIN)/kvtier bench
+
+scorer: setup ## Train the scorer's weights anew on TEXTS (files, or 'python'), judged by HELD_OUT
+	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) --traces build/traces -o src/kvtier/scorer/weights.npz
 
 lint: $(VENV)/.lint-stamp setup ## Check style and types of the Python code
 	$(BIN)/ruff check src tests scripts

@@ -14,8 +14,9 @@ from kvtier.errors import UsageError
 from kvtier.figures import UNLIMITED
 from kvtier.placement import Placement, Planner
 from kvtier.policies import Budgets, PageStats, Plan, place
-from kvtier.policies.base import GONE
+from kvtier.policies.base import GONE, Observation
 from kvtier.policies.registry import DEFAULT
+from kvtier.policies.validate import check_stats
 from kvtier.simulator.engine import TraceEngine
 
 from .texts import source_text
@@ -127,3 +128,58 @@ def test_tokens_are_the_same_wherever_a_policy_puts_pages(smollm2_path: Path, tm
     assert llm.kv.figures.tiers["host"].held_bytes <= n_bytes // 2
     llm.close()
     assert list(tmp_path.iterdir()) == []
+
+
+class Listens:
+    """Keeps what it is told."""
+
+    name = "listens"
+
+    def __init__(self) -> None:
+        self.seen: list[Observation] = []
+        self.stats: list[PageStats] = []
+
+    @property
+    def state(self) -> str:
+        return f"heard {len(self.seen)}"
+
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen)
+
+    def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
+        self.stats.append(stats)
+        return place(stats, budgets, stats.mass_mean)
+
+
+@pytest.mark.parametrize("which", ["smollm2_path", "gemma3_path"])
+def test_a_policy_hears_and_sees_what_is_there(which: str, request: pytest.FixtureRequest) -> None:
+    policy = Listens()
+    text = source_text()
+    with Llama(str(request.getfixturevalue(which)), n_ctx=1024, n_batch=256, n_ubatch=256, swa_full=False, verbose=False, policy=policy) as llm:
+        tokens = llm.tokenize(text.encode())[:592]
+        llm.eval(tokens[:512])
+        for token in tokens[512:]:
+            llm.eval([token])
+        placement = llm.placement
+        assert placement is not None
+        assert placement.settle()
+        n_layers, page_tokens = llm.kv.n_layers, llm.kv.layer(0).figures.page_tokens
+        host = llm.kv.figures.tiers["host"]
+    assert policy.seen[-1].decode_per_s > 0
+    words = policy.seen[-1].text.strip().split()
+    assert " ".join(words[-20:]) in " ".join(text.split())
+    assert placement.figures.state == f"heard {len(policy.seen)}"
+    stats = policy.stats[-1]
+    check_stats(stats)
+    assert len(np.unique(stats.array)) == n_layers
+    assert stats.n_tokens == 592
+    full = stats.layer == stats.layer[np.argmax(stats.position)]
+    assert sorted(stats.position[full].tolist()) == list(range(-(-592 // page_tokens)))
+    assert stats.age[full & (stats.position == 0)].tolist() == [592 - page_tokens]
+    assert int(stats.bytes.sum()) == pytest.approx(host.used_bytes, rel=0.01)
+    for layer in np.unique(stats.layer):
+        of_layer = stats.layer == layer
+        assert stats.mass_mean[of_layer].sum() == pytest.approx(1, abs=1e-3)
+        assert stats.mass_max[of_layer].max() <= 1.05
+    windows = [layer for layer in np.unique(stats.layer) if stats.protected[stats.layer == layer].all()]
+    assert len(windows) == (0 if which == "smollm2_path" else 15)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class Llama(llama_cpp.Llama):
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
         self._policy = policy
-        self._placement = _start_placement(self._kv, chosen, self._ctx.decode) if chosen is not None else None
+        self._placement = _start_placement(self._kv, chosen, self._ctx.decode, self._model.vocab) if chosen is not None else None
 
     def _load(
         self,
@@ -186,13 +187,13 @@ class _Decode:
     def __init__(self, context: Any, domain: _native.Domain) -> None:
         self._context = context
         self._domain = domain
-        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens each successful call decoded
+        self.on_tokens: Callable[[Sequence[int]], None] | None = None  # told which tokens each successful call decoded
 
     def __call__(self, batch: Any) -> None:
         code = api.llama_decode(self._context.ctx, batch.batch)
         if code == 0:
             if self.on_tokens is not None:
-                self.on_tokens(int(batch.batch.n_tokens))
+                self.on_tokens(batch.batch.token[: batch.batch.n_tokens])
             return
         if code == _ABORTED:
             raise CancelledError("the computation was stopped")
@@ -209,16 +210,26 @@ class _Decode:
         )
 
 
-def _start_placement(kv: KVCache, policy: Policy, decode: Any) -> Placement:
-    engine = KVEngine(kv)
+def _start_placement(kv: KVCache, policy: Policy, decode: Any, vocab: Any) -> Placement:
+    engine = KVEngine(kv, lambda tokens: _text(vocab, tokens))
     placement = Placement(engine, policy)
 
-    def on_tokens(n_tokens: int) -> None:
-        engine.advance(n_tokens)
-        placement.advance(n_tokens)
+    def on_tokens(tokens: Sequence[int]) -> None:
+        engine.advance(tokens)
+        placement.advance(len(tokens))
 
     decode.on_tokens = on_tokens
     return placement
+
+
+def _text(vocab: Any, tokens: Sequence[int]) -> str:
+    """Text of tokens, those of chat templates included; pieces of 64 bytes or more, which are no words, are left out."""
+    buffer = ctypes.create_string_buffer(64)
+    pieces = []
+    for token in tokens:
+        n = int(api.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, True))
+        pieces.append(buffer.raw[: max(0, n)])
+    return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -18,13 +19,15 @@ import numpy as np
 from .errors import KvtierError, PolicyError
 from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
-from .policies.apply import Engine, apply_plan
-from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, PageStats, Plan, Policy
+from .policies.apply import Engine, ObservingEngine, apply_plan
+from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Observation, Observer, PageStats, Plan, Policy, Telling
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
 
 TIME_LIMIT_S: Final = 0.25  # far above what a sound policy takes, far below what 16 tokens take on a slow machine
+TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
+RATE_STEPS: Final = 33
 _BYTES_PER_F16: Final = 2.0
 PROTECT_FIRST, PROTECT_LAST, MASS_DECAY = 1, 2, 0.98  # the native library's own defaults
 
@@ -36,6 +39,7 @@ class PlacementFigures:
     """What was done so far. `problem` is what the policy did wrong, empty while it is in charge."""
 
     policy: str
+    state: str = ""  # what the policy says of itself, such as the preset that `adaptive` has picked
     n_plans: int = 0
     n_moved: int = 0
     n_refused: int = 0  # moves that the engine did not carry out
@@ -44,16 +48,29 @@ class PlacementFigures:
 
 
 class KVEngine:
-    """A model's KV cache as an engine. `advance` is told of every decoded token."""
+    """A model's KV cache as an engine. `advance` is told of every decoded token; `to_text` turns tokens into text."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, to_text: Callable[[Sequence[int]], str] = lambda _tokens: "") -> None:
         self._kv: Final = kv
+        self._to_text: Final = to_text
+        self._newest: deque[int] = deque(maxlen=TEXT_TOKENS)
+        self._times: deque[float] = deque(maxlen=RATE_STEPS)  # when the last single tokens were decoded
         self._n_seen = 0
         self._tracker: Tracker | None = None
         self._n_pages: dict[int, int] = {}  # by array
 
-    def advance(self, n_tokens: int) -> None:
-        self._n_seen += n_tokens
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._n_seen += len(tokens)
+        self._newest.extend(tokens)
+        if len(tokens) == 1:
+            self._times.append(time.perf_counter())
+        else:
+            self._times.clear()
+
+    def observation(self) -> Observation:
+        times = tuple(self._times)
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
+        return Observation(self._to_text(tuple(self._newest)), rate)
 
     def stats(self) -> PageStats:
         """Raises NativeError if the caches change meanwhile."""
@@ -139,6 +156,7 @@ class _Call:
 
     stats: PageStats
     budgets: Budgets
+    seen: Observation | None
     done: threading.Event = field(default_factory=threading.Event)
     plan: object = None
     error: BaseException | None = None
@@ -155,9 +173,9 @@ class _Caller:
         self._thread = threading.Thread(target=self._serve, name=f"kvtier-policy-{policy.name}", daemon=True)
         self._thread.start()
 
-    def ask(self, stats: PageStats, budgets: Budgets, limit_s: float) -> object:
+    def ask(self, stats: PageStats, budgets: Budgets, seen: Observation | None, limit_s: float) -> object:
         """The policy's answer. Raises what it raised, or PolicyError if it takes longer than `limit_s`."""
-        call = _Call(stats, budgets)
+        call = _Call(stats, budgets, seen)
         with self._wake:
             self._call = call
             self._wake.notify()
@@ -181,6 +199,8 @@ class _Caller:
             if call is None:
                 return
             try:
+                if call.seen is not None and isinstance(self._policy, Observer):
+                    self._policy.observe(call.seen)
                 call.plan = self._policy.plan(call.stats, call.budgets)
             except BaseException as err:
                 call.error = err
@@ -198,13 +218,13 @@ class Planner:
         self._caller = _Caller(policy)
         self._first = True
 
-    def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
+    def plan(self, stats: PageStats, budgets: Budgets, seen: Observation | None = None) -> Plan:
         """Raises PolicyError only if the built-in default fails too."""
         # the first call may have to load the policy's tables
         limit_s = self._limit_s * 20 if self._first else self._limit_s
         self._first = False
         try:
-            return check_plan(self._caller.ask(stats, budgets, limit_s), stats, budgets)
+            return check_plan(self._caller.ask(stats, budgets, seen, limit_s), stats, budgets)
         except PolicyError as err:
             if self.problem:
                 raise
@@ -213,7 +233,7 @@ class Planner:
         failed, self.policy = self.policy, create(DEFAULT)
         self._report(f"the policy '{failed.name}' is not used any more: {self.problem}. '{self.policy.name}' carries on")
         self._caller = _Caller(self.policy)
-        return self.plan(stats, budgets)
+        return self.plan(stats, budgets, seen)
 
     def end(self) -> None:
         self._caller.end(self._limit_s)
@@ -296,8 +316,10 @@ class Placement:
         if not len(stats):
             return
         budgets = self._engine.budgets()
+        engine, policy = self._engine, self._planner.policy
+        seen = engine.observation() if isinstance(policy, Observer) and isinstance(engine, ObservingEngine) else None
         start = time.perf_counter()
-        plan = self._planner.plan(stats, budgets)
+        plan = self._planner.plan(stats, budgets, seen)
         took_s = time.perf_counter() - start
         n_moved, refused = apply_plan(self._engine, stats, plan)
         if refused and not self._figures.n_refused:
@@ -305,6 +327,7 @@ class Placement:
         f = self._figures
         self._note(
             policy=self._planner.policy.name,
+            state=self._planner.policy.state if isinstance(self._planner.policy, Telling) else "",
             n_plans=f.n_plans + 1,
             n_moved=f.n_moved + n_moved,
             n_refused=f.n_refused + len(refused),

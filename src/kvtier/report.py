@@ -60,7 +60,7 @@ class RunReport:
         decoded_any = t.n_generated > 0 or t.prefill_per_s is not None
         if self.placement is not None:
             p = self.placement
-            rows.append(("policy", f"{p.policy}, {p.n_plans:,} plans, {p.n_moved:,} pages moved"))
+            rows.append(("policy", f"{p.policy}{f' ({p.state})' if p.state else ''}, {p.n_plans:,} plans, {p.n_moved:,} pages moved"))
         return rows + (kv_rows(self.figures, self.n_layers) if decoded_any else [])
 
 

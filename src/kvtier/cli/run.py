@@ -330,7 +330,8 @@ def _load(job: _Job) -> Llama:
     from ..llama import Llama
 
     runtime.log.muted = not job.verbose
-    ui.show_warnings_of("kvtier.placement")
+    ui.show_log_of("kvtier.placement")
+    ui.show_log_of("kvtier.policies", verbose=job.verbose)
     try:
         return Llama(
             str(job.path),

@@ -115,17 +115,18 @@ def warn(text: str) -> None:
     console().print(Text.assemble(("warning: ", "yellow"), text))
 
 
-class _Warnings(logging.Handler):
+class _Shown(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        warn(record.getMessage())
+        (warn if record.levelno >= logging.WARNING else say)(record.getMessage())
 
 
-def show_warnings_of(logger: str) -> None:
-    """Warnings that a part of the package logs are shown as warnings of the program."""
+def show_log_of(logger: str, verbose: bool = False) -> None:
+    """What a part of the package logs is shown as warnings of the program; with `verbose` also what is no warning."""
     log = logging.getLogger(logger)
-    if not any(isinstance(handler, _Warnings) for handler in log.handlers):
-        log.addHandler(_Warnings(logging.WARNING))
-        log.propagate = False
+    log.handlers = [handler for handler in log.handlers if not isinstance(handler, _Shown)]
+    log.addHandler(_Shown())
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    log.propagate = False
 
 
 def error(problem: KvtierError) -> None:

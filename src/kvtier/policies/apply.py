@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import NativeError
 from ..figures import TIERS
-from .base import HOST, Budgets, Floats, Indices, PageStats, Plan
+from .base import HOST, Budgets, Floats, Indices, Observation, PageStats, Plan
 
 
 class Engine(Protocol):
@@ -28,6 +28,13 @@ class Engine(Protocol):
     def set_keep(self, array: int, pages: Indices, keep: Floats) -> None:
         """Until the next call, pages of the array that must make room leave in the order of `keep`, lowest first."""
         ...
+
+
+@runtime_checkable
+class ObservingEngine(Protocol):
+    """An engine that also knows what policies are told besides pages."""
+
+    def observation(self) -> Observation: ...
 
 
 def apply_plan(engine: Engine, stats: PageStats, plan: Plan) -> tuple[int, list[NativeError]]:

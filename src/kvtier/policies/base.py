@@ -104,6 +104,37 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an engine knows besides pages.
+
+    Attributes:
+        text: the newest text, some thousand characters at most; empty if not known.
+        decode_per_s: tokens per second of late; 0 if not known.
+        hit_rate, recall: shares of the mass on pages that had been evicted, and on what is held; None where not measured.
+    """
+
+    text: str = ""
+    decode_per_s: float = 0.0
+    hit_rate: float | None = None
+    recall: float | None = None
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A policy that also wants to know what an engine knows besides pages. Called before each plan."""
+
+    def observe(self, seen: Observation) -> None: ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A policy that says in a word how it works at present, for people to see."""
+
+    @property
+    def state(self) -> str: ...
+
+
 def leave_last(score: Floats, stats: PageStats) -> Floats:
     """`score` as keep values: finite, and protected pages above all others. Of equal pages the older one leaves first."""
     keep = np.nan_to_num(score, nan=0.0, posinf=1e30, neginf=-1e30).astype(np.float32, copy=False)

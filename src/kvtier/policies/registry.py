@@ -24,6 +24,7 @@ BUILT_IN: Final[dict[str, tuple[str, str]]] = {
     "key_diversity": ("key_diversity", "KeyDiversity"),
     "retention": ("retention", "Retention"),
     "delta": ("delta", "Delta"),
+    "adaptive": ("adaptive", "Adaptive"),
 }
 
 

@@ -44,9 +44,13 @@ def train(
     """
     rng = np.random.default_rng(how.seed)
     mean, std = x[:-1].mean(axis=1, keepdims=True), x[:-1].std(axis=1, keepdims=True)
-    std = np.where(std < 1e-6, 1, std).astype(np.float32)
+    # of a feature that never changes nothing can be learnt: it counts for nothing, whatever it is when it does change
+    varies = np.append(std[:, 0] > 1e-6, True)
+    std = np.where(std > 1e-6, std, 1).astype(np.float32)
     normal = np.concatenate([(x[:-1] - mean) / std, x[-1:]])
     params = _fresh(rng) if start is None else _unfolded(start, mean, std)
+    if start is None:
+        params["w1"] *= varies.astype(np.float32)
     chances = np.cumsum(weights / weights.sum(), dtype=np.float64)
     adam = _Adam(params)
     for step in range(how.steps):

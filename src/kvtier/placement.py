@@ -126,10 +126,12 @@ class KVEngine:
         return min(max(self._n_seen, (begun - 1) * tokens + 1), begun * tokens)
 
     def budgets(self) -> Budgets:
+        """Without a disk nothing may leave the host: whatever its budget, a plan that has pages leave could not be carried out."""
+        if self._kv.settings.disk is None:
+            return Budgets(UNLIMITED, 0)
         tiers = self._kv.figures.tiers
         host, disk = tiers["host"].budget_bytes, tiers["disk"].budget_bytes
-        no_disk = self._kv.settings.disk is None
-        return Budgets(UNLIMITED if host is None else host, 0 if no_disk else UNLIMITED if disk is None else disk)
+        return Budgets(UNLIMITED if host is None else host, UNLIMITED if disk is None else disk)
 
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         return self._kv.move(array, pages, to_tier)

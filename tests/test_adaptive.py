@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtier.figures import UNLIMITED
-from kvtier.policies import Budgets, PageStats, check_plan, registry
+from kvtier.policies import Budgets, PageStats, check_plan
 from kvtier.policies.adaptive import PATIENCE, Adaptive
 from kvtier.policies.base import DISK, Observation
 from kvtier.policies.guard import CALM, WINDOW, Guard
@@ -75,8 +75,6 @@ def test_the_table_is_sound() -> None:
     assert len({preset.name for preset in PRESETS}) == len(PRESETS)
     assert {name for name, _ in RULES} | {BALANCED.name, CONSERVATIVE.name} == {preset.name for preset in PRESETS}
     for preset in PRESETS:
-        assert preset.policy in registry.BUILT_IN
-        assert preset.policy != "adaptive"
         assert 0.5 <= preset.fill <= 1
         assert 0 <= preset.window <= 0.5
     page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text(encoding="utf-8")

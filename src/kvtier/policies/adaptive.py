@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from .base import HOST, Budgets, Floats, Observation, PageStats, Plan, Policy, place
+from .base import HOST, Budgets, Floats, Observation, PageStats, Plan, place
+from .delta import Delta
 from .guard import Guard
 from .presets import BALANCED, CONSERVATIVE, Preset, pick
-from .registry import create
 from .signals import Signals, signals
 
 PATIENCE: Final = 3  # plans in a row that must ask for another preset before it is taken
@@ -32,14 +32,14 @@ class Switch:
 
 @dataclass(slots=True)
 class Adaptive:
-    """Scores pages with the policy of the present preset. `switches` holds every change and is logged, `preset` what is in charge."""
+    """Scores pages as `delta` does and places them by the present preset. `switches` holds every change and is logged, `preset` what is in charge."""
 
     seed: int = 0
     name: str = "adaptive"
     preset: Preset = BALANCED
     switches: list[Switch] = field(default_factory=list)
     guard: Guard = field(default_factory=Guard)
-    _policies: dict[str, Policy] = field(default_factory=dict)
+    delta: Delta = field(default_factory=Delta)
     _seen: Observation = field(default_factory=Observation)
     _wanted: str = BALANCED.name
     _n_wanted: int = 0
@@ -55,10 +55,7 @@ class Adaptive:
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         self._choose(stats, signals(stats, budgets, self._seen))
         preset = self.preset
-        inner = self._policies.get(preset.policy)
-        if inner is None:
-            inner = self._policies[preset.policy] = create(preset.policy, self.seed)
-        keep = inner.plan(stats, budgets).keep
+        keep = self.delta.keep(stats)
         limited = Budgets(int(budgets.host_bytes * preset.fill) if budgets.host_bytes < 1 << 60 else budgets.host_bytes, budgets.disk_bytes)
         return place(stats, limited, _with_window(keep, stats, limited, preset), swaps=preset.swaps)
 
@@ -103,12 +100,12 @@ def _with_window(keep: Floats, stats: PageStats, budgets: Budgets, preset: Prese
     if not len(stats):
         return keep
     top = float(keep.max()) + 1.0
-    keep = np.where(stats.position * stats.page_tokens < preset.sink_tokens, np.float32(top), keep)
+    top_pages = stats.position < -(-preset.sink_tokens // max(1, stats.page_tokens))
     n_bytes = float(stats.bytes.sum())
     if preset.window > 0 and budgets.host_bytes < n_bytes:
         reach = preset.window * budgets.host_bytes / n_bytes * stats.n_tokens  # tokens back, the same for every layer
-        keep = np.where(stats.age < reach, np.float32(top), keep)
-    return keep.astype(np.float32)
+        top_pages |= stats.age < reach
+    return np.where(top_pages, np.float32(top), keep)
 
 
 def _in_words(s: Signals) -> str:

@@ -35,7 +35,8 @@ class PageStats:
         idle: float32, steps since the page was last seen with more mass than its fair share.
         mass_mean: float32, decayed mean of the page's mass; mass_max: float32, its largest.
         mass_long: float32, mean of mass_mean over all looks at the page, one look per plan.
-        uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of the layer.
+        uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of the
+            stream, those that are gone included.
         key_norm, value_norm: float32, mean norm of the page's keys and values over the mean of all pages of its layer, less 1
             and at most 4; zeros where the engine gives none.
         key_novelty: float32, 0..2, 1 - cosine of the page's mean key to the layer's; zeros where the engine gives none.

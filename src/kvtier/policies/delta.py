@@ -18,13 +18,13 @@ def _shipped_or_none() -> Scorer | None:
     try:
         return shipped()
     except ScorerError as err:
-        _log.warning("%s; pages are kept by accumulated attention instead", err.message)
+        _log.warning("%s; pages are kept by their present attention mass instead", err.message)
         return None
 
 
 @dataclass(slots=True)
 class Delta:
-    """Keeps the pages that the scorer expects the most mass for. Without weights: those with the most mass so far.
+    """Keeps the pages that the scorer expects the most mass for. Without weights: those with the most mass of late.
 
     `scorer` is by default what the package ships; give one that was trained or tuned on other text (`scorer.model.load`).
     """
@@ -40,5 +40,4 @@ class Delta:
         """Mass per step that each page is expected to get: float32 [n], in fair shares."""
         if self.scorer is not None:
             return self.scorer.score(stats)
-        # accumulated mass, and for young pages, of which few looks were taken, their present mean
-        return np.maximum(stats.mass_long, stats.mass_mean) * np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
+        return stats.mass_mean * np.float32(max(1.0, stats.n_tokens / stats.page_tokens))

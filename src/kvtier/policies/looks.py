@@ -84,7 +84,7 @@ class Tracker:
         newest = self._newest(there, position, look.pages_per_stream)
         mean = look.mean[there]
         mean = mean / max(float(mean.sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
-        idle, uses, long = self._look(look, there, mean, clock)
+        idle, uses, long = self._look(look, there, mean * (newest + 1) > 1, mean, clock)
         tokens = self.shape.page_tokens
         behind = (newest - position).astype(np.float32)
         # how far the newest page is filled is known for the longest stream only
@@ -122,7 +122,9 @@ class Tracker:
         newest: npt.NDArray[np.int32] = last[stream]
         return newest
 
-    def _look(self, look: LayerLook, there: Indices, mean: Floats, clock: int) -> tuple[Floats, Floats, Floats]:
+    def _look(
+        self, look: LayerLook, there: Indices, used: npt.NDArray[np.bool_], mean: Floats, clock: int
+    ) -> tuple[Floats, Floats, Floats]:
         """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass they saw."""
         n_pages = len(look.tier)
         memory = self._memory.get(look.array)
@@ -135,7 +137,6 @@ class Tracker:
         memory.n_looks[fresh] = memory.n_uses[fresh] = memory.mass[fresh] = 0
         memory.last_used[fresh] = clock
         memory.had_content = content
-        used = mean * np.float32(len(there)) > 1.0
         memory.n_looks[there] += 1
         memory.mass[there] += mean
         memory.n_uses[there[used]] += 1

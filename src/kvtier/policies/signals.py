@@ -55,22 +55,15 @@ def signals(stats: PageStats, budgets: Budgets, seen: Observation) -> Signals:
 
 
 def attention_signals(stats: PageStats) -> tuple[float, float]:
-    """Locality and entropy of the mass, mean over layers; (0, 1) without pages."""
-    if not len(stats):
+    """Locality and entropy of the mass, mean over layers, whose masses sum to 1 each; (0, 1) without pages."""
+    mass = stats.mass_mean
+    n_layers = float(mass.sum())
+    n_pages = len(mass) / max(1e-9, n_layers)  # per layer
+    if n_layers < 0.5 or n_pages < 2:
         return 0.0, 1.0
-    n_layers = int(stats.layer.max()) + 1
-    mass = stats.mass_mean.astype(np.float64)
-    total = np.bincount(stats.layer, mass, n_layers)
-    count = np.bincount(stats.layer, minlength=n_layers)
-    there = (total > 0) & (count > 1)
-    if not there.any():
-        return 0.0, 1.0
-    share = mass / np.maximum(total, 1e-12)[stats.layer]
-    newest = stats.age < 0.1 * max(1, stats.n_tokens)
-    local = np.bincount(stats.layer[newest], share[newest], n_layers)
-    plogp = np.bincount(stats.layer, -share * np.log(np.maximum(share, 1e-12)), n_layers)
-    entropy = plogp[there] / np.log(count[there])
-    return float(local[there].mean()), float(entropy.mean())
+    local = float(mass[stats.age < 0.1 * max(1, stats.n_tokens)].sum()) / n_layers
+    entropy = -float(np.dot(mass, np.log(np.maximum(mass, np.float32(1e-12))))) / n_layers
+    return local, entropy / float(np.log(n_pages))
 
 
 def code_share(text: str) -> float:

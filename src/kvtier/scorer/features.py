@@ -25,6 +25,8 @@ FEATURES: Final = (
     "value_norm",
     "key_novelty",
 )
+PRESENT: Final = FEATURES.index("mass_mean")
+LN2: Final = np.float32(np.log(2))
 FLOOR: Final = 1e-4  # masses below this many fair shares are all alike
 
 Floats = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..errors import OutputError, ScorerError
 from ..policies.base import PageStats
-from .features import FEATURES, FEATURES_VERSION, features
+from .features import FEATURES, FEATURES_VERSION, LN2, PRESENT, features
 
 VERSION: Final = 1
 HIDDEN: Final = (15, 7)
@@ -40,8 +40,9 @@ def shapes(hidden: tuple[int, int] = HIDDEN) -> dict[str, tuple[int, int]]:
 class Scorer:
     """Weights, float32, for inputs as they come from `features`; `about` says how they were made.
 
-    Each hidden layer is a matrix and an absolute value, which numpy computes seven times faster than the usual max(0, x). The
-    output is the logarithm (natural) of the mass that a page is expected to get per step, in fair shares.
+    Each hidden layer is a matrix and an absolute value, which numpy computes seven times faster than the usual max(0, x). What
+    comes out is added to the logarithm of the present mass: a network of zeros says that everything will stay as it is. The sum is
+    the logarithm (natural) of the mass that a page is expected to get per step, in fair shares.
     """
 
     w1: Floats
@@ -64,6 +65,7 @@ class Scorer:
             np.matmul(w2, h1, out=h2)
             np.abs(h2, out=h2)
             np.matmul(self.w3, h2, out=out[:, i : i + _BLOCK])
+        out[0] += x[PRESENT] * LN2
         scores: Floats = out[0]
         return scores
 

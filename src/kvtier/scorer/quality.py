@@ -42,6 +42,7 @@ def rankings(scorer: Scorer | None) -> dict[str, Callable[[Sample], Floats]]:
     ways: dict[str, Callable[[Sample], Floats]] = {} if scorer is None else {"scorer": lambda s: scorer.predict(s.x)}
     return {
         **ways,
+        "present mass": lambda s: free(s.stats.mass_mean, s),
         "h2o": lambda s: free(s.stats.mass_long, s),
         "lru": lambda s: -free(s.stats.idle, s),
         "recency": lambda s: -free(s.stats.age, s),

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .features import FLOOR
+from .features import FLOOR, LN2, PRESENT
 from .model import HIDDEN, Scorer, shapes
 
 Floats = npt.NDArray[np.float32]
@@ -20,12 +20,16 @@ EPOCH_STEPS: Final = 200  # between reports
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How to train. `log_share` is the part of the loss that asks for the logarithm of the mass, for the order of light pages."""
+    """How to train. `log_share` is the part of the loss that asks for the logarithm of the mass, for the order of light pages.
+
+    `decay` draws all weights to 0 (decoupled, times `rate`), that is, the prediction to the present mass.
+    """
 
     steps: int = 6000
     batch: int = 1024
     rate: float = 3e-3
     log_share: float = 0.3
+    decay: float = 0.1
     seed: int = 0
 
 
@@ -51,12 +55,13 @@ def train(
     params = _fresh(rng) if start is None else _unfolded(start, mean, std)
     if start is None:
         params["w1"] *= varies.astype(np.float32)
+    present = x[PRESENT] * LN2
     chances = np.cumsum(weights / weights.sum(), dtype=np.float64)
     adam = _Adam(params)
     for step in range(how.steps):
         picked = np.searchsorted(chances, rng.random(how.batch) * chances[-1])
-        loss, gradients = _gradients(params, normal[:, picked], future[picked], how.log_share)
-        adam.update(params, gradients, how.rate * _schedule(step, how.steps, warm=start is None))
+        loss, gradients = _gradients(params, normal[:, picked], present[picked], future[picked], how.log_share)
+        adam.update(params, gradients, how.rate * _schedule(step, how.steps, warm=start is None), how.decay)
         if step % EPOCH_STEPS == 0 or step == how.steps - 1:
             progress(step + 1, how.steps, loss)
     return _folded(params, mean, std)
@@ -73,18 +78,20 @@ def _fresh(rng: np.random.Generator) -> Weights:
     for name, shape in shapes(HIDDEN).items():
         w = rng.standard_normal(shape) / np.sqrt(shape[1] - 1)
         w[:, -1] *= 0.5  # biases too: the bends of the absolute values should not all lie at 0
+        if name == "w3":
+            w *= 0.05  # begin near the present mass
         out[name] = w.astype(np.float32)
     return out
 
 
-def _gradients(p: Weights, x: Floats, future: Floats, log_share: float) -> tuple[float, Weights]:
-    """Loss of a batch and its gradients. x: [features + 1, batch], normalised."""
+def _gradients(p: Weights, x: Floats, present: Floats, future: Floats, log_share: float) -> tuple[float, Weights]:
+    """Loss of a batch and its gradients. x: [features + 1, batch], normalised; present: [batch], logarithm of the present mass."""
     one = np.ones((1, x.shape[1]), np.float32)
     a1 = p["w1"] @ x
     h1 = np.concatenate([np.abs(a1), one])
     a2 = p["w2"] @ h1
     h2 = np.concatenate([np.abs(a2), one])
-    out = np.clip((p["w3"] @ h2)[0], -15, 10)
+    out = np.clip((p["w3"] @ h2)[0] + present, -15, 10)
     rate = np.exp(out)
     log_future = np.log(future + np.float32(FLOOR))
     # Poisson: rate - future * log(rate) is least at the expected mass, heavy tails included
@@ -97,14 +104,14 @@ def _gradients(p: Weights, x: Floats, future: Floats, log_share: float) -> tuple
 
 
 class _Adam:
-    """Kingma and Ba 2015, arXiv:1412.6980, with gradients cut to norm 1."""
+    """Kingma and Ba 2015, arXiv:1412.6980, with gradients cut to norm 1 and decoupled weight decay (arXiv:1711.05101)."""
 
     def __init__(self, params: Weights) -> None:
         self._m = {name: np.zeros_like(value) for name, value in params.items()}
         self._v = {name: np.zeros_like(value) for name, value in params.items()}
         self._n = 0
 
-    def update(self, params: Weights, gradients: Weights, rate: float) -> None:
+    def update(self, params: Weights, gradients: Weights, rate: float, decay: float) -> None:
         self._n += 1
         norm = float(np.sqrt(sum(float((g * g).sum()) for g in gradients.values())))
         scale = np.float32(min(1.0, 1.0 / max(norm, 1e-12)))
@@ -114,7 +121,7 @@ class _Adam:
             self._v[name] += np.float32(0.001) * (g * g - self._v[name])
             m = self._m[name] / np.float32(1 - 0.9**self._n)
             v = self._v[name] / np.float32(1 - 0.999**self._n)
-            params[name] -= np.float32(rate) * m / (np.sqrt(v) + np.float32(1e-8))
+            params[name] -= np.float32(rate) * (m / (np.sqrt(v) + np.float32(1e-8)) + np.float32(decay) * params[name])
 
 
 def _folded(p: Weights, mean: Floats, std: Floats) -> Scorer:

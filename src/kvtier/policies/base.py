@@ -156,16 +156,18 @@ def lowest_first(keep: Floats, among: Indices, n: int) -> Indices:
 def place(stats: PageStats, budgets: Budgets, keep: Floats, *, swaps: float = 0.02, margin: float = 1.25) -> Plan:
     """The plan that makes `keep` true: the host holds the highest, the disk what comes next, the rest is gone.
 
-    Leaves room on the host for the pages that `PLAN_STEPS` tokens fill. Pages come back from the disk at most `swaps` (a
+    With a disk, leaves room on the host for the pages that `PLAN_STEPS` tokens begin, so that none has to wait for a write; without
+    one, what leaves early is lost early, and pages leave as others are begun, in the order of `keep`. Pages come back from the disk at most `swaps` (a
     share of all pages) per plan, and only for pages whose keep is `margin` times lower, so that nothing goes to and fro.
     """
     keep = leave_last(keep, stats)
     on_host = stats.tier == HOST
     used = int(stats.bytes[on_host].sum())
     free = budgets.host_bytes - used
+    headroom = _headroom(stats) if budgets.disk_bytes else 0
     on_disk = np.flatnonzero(stats.tier == DISK)
     disk_free = budgets.disk_bytes - int(stats.bytes[on_disk].sum())
-    out, back = _exchange(stats, keep, on_host, on_disk, free - _headroom(stats), int(np.ceil(swaps * len(stats))), margin)
+    out, back = _exchange(stats, keep, on_host, on_disk, free - headroom, int(np.ceil(swaps * len(stats))), margin)
     to_disk, gone = _split(stats, out, disk_free)
     return Plan(
         keep,

@@ -466,7 +466,7 @@ static int read_page(struct recall * r, size_t page, size_t first, size_t end, f
     const struct kvt_job * j = r->j;
     const struct kvt_page_source * src = j->op->source;
     if (!r->wanted[page]) return 0;
-    touch_page(r, page + 2);
+    touch_page(r, page + 4);
     if (r->slot[page] >= 0) {
         read_values(r, &j->refs[r->slot[page]], page, first, end, o, v_bytes);
         return 0;

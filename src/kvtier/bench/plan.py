@@ -12,6 +12,7 @@ STOCK_F16 = Configuration("stock f16")
 STOCK_Q8_0 = Configuration("stock q8_0", type_k="q8_0", type_v="q8_0")
 KVTIER_F16 = "kvtier f16"
 KVTIER_Q8_0 = "kvtier q8_0"
+KEY_SHARE = 34 / 64  # bytes of 32 channels in Q8_0 over F16
 KVTIER_QUARTER = "kvtier f16, 1/4 in RAM"
 
 
@@ -22,6 +23,10 @@ class BenchPlan:
     `contexts` are tokens already in the cache before the timed steps (0: empty). Every round times
     `block_tokens(context)` decode steps of each configuration. `prefill` is the prompt length whose prefill is
     measured (0: none), with the most threads of `threads`.
+
+    With `computed`, long contexts hold the text itself instead of some of its cells over and over: one configuration
+    computes them, those with the same cache types load them. `fidelity` (bounded:EPS) adds rows of that fidelity, whose
+    speed depends on what the cells hold: it needs `computed`.
     """
 
     model: Path
@@ -35,6 +40,8 @@ class BenchPlan:
     tiers: bool = True
     kv_dir: Path | None = None
     text: str = ""
+    fidelity: str | None = None
+    computed: bool = False
 
     def block_tokens(self, context: int) -> int:
         """Decode steps per block: long enough to outlast timer and scheduler noise, short enough to interleave."""
@@ -47,15 +54,35 @@ def resident(fmt: str) -> Configuration:
     return Configuration(f"kvtier {fmt}", "kvtier", fmt, fmt, settings=settings.to_native())
 
 
+def bounded(fidelity: str, fmt: str) -> Configuration:
+    """kvtier that reads values by weight: keys in Q8_0, values in `fmt`, all in RAM."""
+    settings = KVSettings(fidelity=fidelity, host_type_v=fmt).with_cache_types("f16", "f16")
+    return Configuration(f"kvtier {fmt} {fidelity}", "kvtier", settings=settings.to_native())
+
+
+def bounded_quarter(exact: Configuration, cache_bytes: int, directory: Path, fidelity: str) -> Configuration:
+    """Three quarters of the pages on disk, as in `exact` (see `quarter`), beside the keys, which stay in RAM.
+
+    Pages then hold values alone, half of what they held; the budget is a quarter of those and the keys.
+    """
+    keys = int(cache_bytes / 2 * KEY_SHARE)
+    settings = KVSettings(host=int(keys * 1.08) + cache_bytes // 8, disk=cache_bytes + (1 << 30), dir=directory, fidelity=fidelity, host_type_v="f16")
+    name = f"{exact.name} {fidelity}"
+    return Configuration(name, "kvtier", settings=settings.with_cache_types("f16", "f16").to_native())
+
+
 def quarter(cache_bytes: int, directory: Path) -> Configuration:
     """kvtier with a host budget of a quarter of an f16 cache and the rest on disk, all in f16."""
-    settings = KVSettings(
-        host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16"
-    )
+    settings = KVSettings(host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16")
     return Configuration(KVTIER_QUARTER, "kvtier", settings=settings.with_cache_types("f16", "f16").to_native())
 
 
 def resident_configurations(plan: BenchPlan) -> list[Configuration]:
     """Stock and kvtier configurations that need nothing measured first, baselines in front."""
     stock = [STOCK_F16, STOCK_Q8_0]
-    return stock if plan.stock_only else [*stock, resident("f16"), resident("q8_0")]
+    if plan.stock_only:
+        return stock
+    rows = [*stock, resident("f16"), resident("q8_0")]
+    if plan.fidelity is not None:
+        rows += [bounded(plan.fidelity, "f16"), bounded(plan.fidelity, "q8_0")]
+    return rows

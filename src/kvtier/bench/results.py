@@ -12,7 +12,10 @@ Times = dict[str, list[float]]  # configuration -> seconds of each round or chun
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one decode step must read: the weights, all visible cells, and how many of those come from disk."""
+    """Bytes that one decode step reads: the weights, the keys and values of the cells, and how many of those from disk.
+
+    What kvtier's attention reads is counted; for stock it is every cell that the step sees.
+    """
 
     weight_bytes: int
     kv_bytes: int

@@ -16,7 +16,7 @@ from ..hardware import cpu_count, cpu_name
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
-from .plan import STOCK_F16, BenchPlan, quarter, resident_configurations
+from .plan import STOCK_F16, BenchPlan, bounded_quarter, quarter, resident_configurations
 from .results import BenchResult, DecodeResult, PrefillResult, Times, Traffic
 
 Report = Callable[[str], None]
@@ -40,12 +40,14 @@ class _Bench:
     tokens: list[int] = field(default_factory=list)
     n_ctx_train: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
+    folder: Path = Path()  # of the states of the context at hand, by cache types
+    states: dict[tuple[str, str], Path] = field(default_factory=dict)
 
     def learn(self) -> tuple[dict[int, float], float]:
         """Tokenise the text, then measure memory and disk; bytes per second by threads, and of the disk."""
         plan = self.plan
         with Child(Opening(str(plan.model), Configuration("tokeniser"), 256, 1)) as child:
-            self.tokens = child.ask("tokenize", text=plan.text)["tokens"][: max(1024, plan.prefill)]
+            self.tokens = child.ask("tokenize", text=plan.text)["tokens"][: self._tokens_needed()]
             self.n_ctx_train = int(child.info["n_ctx_train"])
         if not self.tokens:
             raise MeasuringError("the text has no tokens")
@@ -57,6 +59,10 @@ class _Bench:
                 self.report("disk bandwidth")
                 disk = float(child.ask("disk", directory=str(plan.kv_dir or tempfile.gettempdir()))["bytes_per_s"])
         return memory, disk
+
+    def _tokens_needed(self) -> int:
+        longest = max(self.plan.contexts, default=0) + _SLACK_TOKENS
+        return max(1024, self.plan.prefill, longest if self.plan.computed else 0)
 
     def open(self, stack: ExitStack, config: Configuration, context: int) -> Child | None:
         """A process with this configuration open, ended with the stack; None, and a failure noted, if it cannot be."""
@@ -81,11 +87,25 @@ class _Bench:
         if child is None:
             return None
         try:
-            answer = child.ask("fill", n_tokens=max(context, 1))
+            answer = self._fill(child, config, max(context, 1))
         except MeasuringError as error:
             self.fail(config.name, context, error)
             return None
         return _Lane(child, str(answer["how"]), int(answer["kv_bytes"]))
+
+    def _fill(self, child: Child, config: Configuration, n_tokens: int) -> dict[str, Any]:
+        state = self.states.get((config.type_k, config.type_v))
+        if not self.plan.computed:
+            return child.ask("fill", n_tokens=n_tokens)
+        if state is not None:
+            return child.ask("load", path=str(state), n_tokens=n_tokens)
+        if config.engine == "stock":  # its speed does not depend on what the cells hold
+            return child.ask("fill", n_tokens=n_tokens)
+        answer = child.ask("compute", n_tokens=n_tokens, n_threads=max(self.plan.threads))
+        state = self.folder / f"{config.type_k}-{config.type_v}.state"
+        child.ask("save", path=str(state))
+        self.states[config.type_k, config.type_v] = state
+        return answer
 
 
 @contextmanager
@@ -97,6 +117,8 @@ def _page_directory(plan: BenchPlan) -> Iterator[Path]:
 def _decode_at(bench: _Bench, context: int) -> list[DecodeResult]:
     plan = bench.plan
     with ExitStack() as stack:
+        bench.states.clear()
+        bench.folder = stack.enter_context(_page_directory(plan))
         lanes: dict[str, _Lane] = {}
         for config in resident_configurations(plan):
             if (lane := bench.lane(stack, config, context)) is not None:
@@ -104,8 +126,12 @@ def _decode_at(bench: _Bench, context: int) -> list[DecodeResult]:
         if plan.tiers and not plan.stock_only and context > 0 and STOCK_F16.name in lanes:
             directory = stack.enter_context(_page_directory(plan))
             config = quarter(lanes[STOCK_F16.name].kv_bytes, directory)
-            if (lane := bench.lane(stack, config, context)) is not None:
-                lanes[config.name] = lane
+            rows = [config]
+            if plan.fidelity is not None:
+                rows.append(bounded_quarter(config, lanes[STOCK_F16.name].kv_bytes, directory, plan.fidelity))
+            for config in rows:
+                if (lane := bench.lane(stack, config, context)) is not None:
+                    lanes[config.name] = lane
         return [_rounds(bench, lanes, context, n_threads) for n_threads in plan.threads] if lanes else []
 
 
@@ -113,7 +139,7 @@ def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int
     """Time every lane once per round. A lane that fails leaves the table, and the others go on."""
     plan, n = bench.plan, bench.plan.block_tokens(context)
     turns = _Turns(bench, {name: lane.child for name, lane in lanes.items()}, context)
-    disk = dict.fromkeys(lanes, 0.0)
+    disk, read = dict.fromkeys(lanes, 0.0), dict.fromkeys(lanes, 0.0)
     for name in turns.order(0):
         turns.ask(name, "threads", n_threads=n_threads)
         turns.ask(name, "decode", n_tokens=min(n, 8))  # warm caches, threads and clocks
@@ -123,10 +149,8 @@ def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int
             answer = turns.ask(name, "decode", n_tokens=n)
             turns.add(name, answer)
             disk[name] += float(answer.get("disk_read_bytes", 0)) / (n * plan.rounds)
-    traffic = {
-        name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name])
-        for name in turns.times
-    }
+            read[name] += float(answer.get("kv_read_bytes", 0)) / (n * plan.rounds)
+    traffic = {name: Traffic(int(lanes[name].child.info["model_bytes"]), lanes[name].kv_bytes, disk[name]) for name in turns.times}
     filled = {name: lanes[name].how for name in turns.times}
     return DecodeResult(context, n_threads, n, turns.times, turns.cpu_times, traffic, filled)
 

@@ -15,6 +15,7 @@ from ..bench.run import run
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
 from ..measuring.text import read_text
+from ..settings import KVSettings
 from . import ui
 from .measured import NumbersParam, find_model, terminable, write_file
 from .options import TOKENS, option
@@ -22,9 +23,7 @@ from .options import TOKENS, option
 
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("model", default="smollm2")
-@option(
-    "--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode."
-)
+@option("--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode.")
 @option("-t", "--threads", type=NumbersParam(1), default="1,2", metavar="LIST", help="Thread counts.")
 @option("--rounds", type=click.IntRange(1), default=7, help="Rounds behind each median.")
 @option(
@@ -36,6 +35,12 @@ from .options import TOKENS, option
     help="Prompt whose prefill is measured; 0: none.",
 )
 @option("--prefill-sampled", is_flag=True, help="Compute four chunks of that prompt instead of all of them.")
+@option(
+    "--fidelity",
+    metavar="bounded:EPS",
+    help="Add rows that read values by weight (see kvtier run --fidelity). Contexts then hold the text itself.",
+)
+@option("--computed", is_flag=True, help="Fill contexts with the text itself instead of some of its cells over and over.")
 @option("--stock-only", is_flag=True, help="Only the baselines.")
 @option("--no-tiers", is_flag=True, help="Leave out the row with three quarters of the cache on disk.")
 @option(
@@ -72,9 +77,11 @@ def command(
     kv_dir: Path | None = options["kv_dir"]
     if kv_dir is not None and not kv_dir.is_dir():
         raise MeasuringError(f"--kv-dir {kv_dir} is no directory", "Name a directory that exists and can be written.")
-    plan = BenchPlan(
-        model=find_model(model), prefill=n_prefill, tiers=not no_tiers, text=read_text(text_file), **options
-    )
+    fidelity = KVSettings(fidelity=options.pop("fidelity")).fidelity
+    if fidelity == "exact":
+        fidelity = None
+    options["computed"] = options["computed"] or fidelity is not None
+    plan = BenchPlan(model=find_model(model), prefill=n_prefill, fidelity=fidelity, tiers=not no_tiers, text=read_text(text_file), **options)
     start = time.monotonic()
     with terminable(), StatusLine() as status:
         result = run(plan, status)

@@ -143,6 +143,13 @@ class Engine:
         """Bytes that kvtier read from its disk tier so far; 0 for stock."""
         return int(self._domain.figures().disk_read_bytes) if self._domain is not None else 0
 
+    def kv_read_bytes(self) -> int:
+        """Bytes of keys and values that kvtier's attention read so far; 0 for stock, which counts nothing."""
+        if self._domain is None:
+            return 0
+        figures = self._domain.figures()
+        return int(figures.k_bytes_read + figures.v_bytes_read)
+
     def counts(self) -> dict[str, Any]:
         """kvtier's figures so far, tiers left out; empty for stock."""
         if self._domain is None:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .bandwidth import disk_bandwidth, read_bandwidth
 from .config import Opening
 from .engine import Engine
@@ -58,6 +60,25 @@ class Worker:
         how = self.engine.fill(self._tokens, n_tokens)
         return {"how": how, "kv_bytes": self.engine.state_bytes()}
 
+    def compute(self, n_tokens: int, n_threads: int) -> Answer:
+        """Fill the context with the text itself."""
+        engine = self.engine
+        engine.set_threads(n_threads)
+        engine.clear()
+        engine.prefill(self._take(n_tokens))
+        return {"how": "computed", "kv_bytes": engine.state_bytes()}
+
+    def save(self, path: str) -> Answer:
+        self.engine.save_state().tofile(path)
+        return {}
+
+    def load(self, path: str, n_tokens: int) -> Answer:
+        """Fill the context with what another process has saved."""
+        engine = self.engine
+        engine.clear()
+        engine.load_state(np.memmap(path, np.uint8, "r"), n_tokens)
+        return {"how": "computed", "kv_bytes": engine.state_bytes()}
+
     def size(self) -> Answer:
         return {"kv_bytes": self.engine.state_bytes(), "n_past": self.engine.n_past}
 
@@ -68,13 +89,14 @@ class Worker:
     def decode(self, n_tokens: int) -> Answer:
         """Time `n_tokens` steps, then forget them, so that every round has the same context."""
         engine, before = self.engine, self.engine.n_past
-        tokens, read_before = self._take(n_tokens), engine.disk_read_bytes()
+        tokens, read_before, kv_before = self._take(n_tokens), engine.disk_read_bytes(), engine.kv_read_bytes()
         cpu_before = time.process_time()
         seconds = engine.decode(tokens)
         cpu_seconds = time.process_time() - cpu_before
         read = engine.disk_read_bytes() - read_before
+        kv_read = engine.kv_read_bytes() - kv_before
         engine.rewind(before)
-        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "disk_read_bytes": read}
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "disk_read_bytes": read, "kv_read_bytes": kv_read}
 
     def prefill(self, n_tokens: int) -> Answer:
         tokens, cpu_before = self._take(n_tokens), time.process_time()
@@ -126,6 +148,9 @@ _COMMANDS = frozenset(
         "tokenize",
         "count_tokens",
         "fill",
+        "compute",
+        "save",
+        "load",
         "size",
         "threads",
         "decode",

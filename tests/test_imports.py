@@ -15,7 +15,7 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in s
 
 # Modules of the core may import only modules of a lower line, and of their own line if the set says so.
 LAYERS = (
-    {"errors", "figures", "sizes", "hardware"},
+    {"errors", "figures", "sizes", "hardware", "summary"},
     {"gguf", "models", "_hub"},
     {"settings"},
     {"_native"},

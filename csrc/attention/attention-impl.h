@@ -37,7 +37,7 @@ struct kvt_attention {
     int n_threads;
     struct kvt_attention_stats stats;
     struct kvt_visibility vis;    // for ops that bring none
-    struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds;
+    struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
     const uint32_t * pages_read;  // of the last op, in `pages` or `recall`
     size_t n_pages_read;
 };
@@ -61,6 +61,11 @@ struct kvt_job {
     struct kvt_page_ref * refs;
     uint32_t * missing;           // positions in pages
     uint8_t  * is_missing;        // [n_pages]
+    const uint32_t ** lost;       // by page of the stream: bits of lost cells, all ones if it is gone (and not in pages); NULL: none has any
+
+    // the summary's part of every row (see summary-impl.h); sum_m is NULL without one
+    float * sum_m, * sum_l, * sum_o;   // [n_head_kv][n_rows] ([KVT_SUM_LANES], [d_v_pad])
+    float * sum_parts;                 // [n_head_kv][n_rows][parts][2]: each part's exponent and sum
 
     // attention mass (op->mass): weights of n_mass_queries queries, relative to the reference exponent they were computed with
     int64_t n_mass_queries;
@@ -87,6 +92,12 @@ static inline int   kvt_job_n_valid(const struct kvt_attention_op * op, size_t s
     const int64_t left = op->n_kv - (int64_t) sub*KVT_SUB;
     return left < KVT_SUB ? (int) left : KVT_SUB;
 }
+// bits of the sub's cells that are lost
+static inline uint32_t kvt_job_lost(const struct kvt_job * j, size_t sub) {
+    const uint32_t * words = j->lost ? j->lost[sub/j->subs_per_page] : NULL;
+    return words ? words[sub%j->subs_per_page] : 0;
+}
+void kvt_hide_lost(float * s, uint32_t lost);   // -inf where a bit is set
 static inline void kvt_job_fail(struct kvt_job * j, int code) {
     int none = 0;
     j->error.compare_exchange_strong(none, code);
@@ -100,6 +111,9 @@ static inline const uint8_t * kvt_job_keys(const struct kvt_job * j, int h, size
 // Rows of all KV heads [n_head_kv], scaled; `quantized`: with the 16-bit form
 int  kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows ** out);
 int  kvt_recall_run (struct kvt_job * j);   // pins its pages itself
+// one row of d values (a multiple of 32) in its 16-bit form: see kvt_q_rows
+void kvt_quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum);
+
 int  kvt_decode_run (struct kvt_job * j);
 int  kvt_prefill_run(struct kvt_job * j);
 

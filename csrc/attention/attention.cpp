@@ -1,6 +1,6 @@
 // The operation: which pages are visible, pinning them, the choice of driver, and the end of a row.
 
-#include "attention-impl.h"
+#include "summary-impl.h"
 
 void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes) {
     if (b->n_bytes >= n_bytes && b->p) return b->p;
@@ -30,7 +30,8 @@ extern "C" int kvt_attention_create(struct kvt_attention ** out, int n_threads) 
 
 extern "C" void kvt_attention_free(struct kvt_attention * a) {
     if (!a) return;
-    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs, &a->mass, &a->recall, &a->bounds };
+    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs, &a->mass, &a->recall, &a->bounds,
+        &a->lost, &a->summary };
     for (struct kvt_buf * b : all) kvt_buf_free(b);
     free(a);
 }
@@ -68,6 +69,34 @@ static int find_visibility(struct kvt_job * j) {
     return kvt_visibility_compute_heads(&j->a->vis, op->mask, op->mask_nb_query, op->mask_nb_head, n_head, op->n_kv, op->n_queries, j->n_threads);
 }
 
+// Pages that are gone leave the list: nothing of them can be read. Sets j->lost if some page has lost cells.
+static int leave_out_gone(struct kvt_job * j, size_t n_all) {
+    size_t n_lost = 0, n = 0;
+    for (size_t i = 0; i < j->n_pages; i++) n_lost += j->refs[i].lost != NULL;
+    if (n_lost == 0) return 0;
+    const uint32_t ** lost = (const uint32_t **) kvt_buf_need(&j->a->lost, n_all*sizeof(*lost));
+    if (!lost) return KVT_ERR_NOMEM;
+    memset(lost, 0, n_all*sizeof(*lost));
+    for (size_t i = 0; i < j->n_pages; i++) {
+        const uint32_t * words = j->refs[i].lost;
+        bool gone = words && !j->refs[i].data && !j->is_missing[i];
+        for (int s = 0; gone && s < j->subs_per_page; s++) gone = words[s] == UINT32_MAX;
+        lost[j->pages[i] - j->op->page_first] = words;
+        if (gone) continue;
+        j->pages[n]      = j->pages[i];
+        j->refs[n]       = j->refs[i];
+        j->is_missing[n] = j->is_missing[i];
+        n++;
+    }
+    j->n_pages = n;
+    j->lost    = lost;
+    size_t n_missing = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (j->is_missing[i]) j->missing[n_missing++] = (uint32_t) i;
+    }
+    return 0;
+}
+
 // Lists the visible pages and pins those that need no I/O.
 static int pin_pages(struct kvt_job * j) {
     const struct kvt_attention_op * op = j->op;
@@ -98,7 +127,13 @@ static int pin_pages(struct kvt_job * j) {
         j->refs[j->missing[i]].data  = NULL;
         j->refs[j->missing[i]].page  = j->pages[j->missing[i]];
     }
-    return 0;
+    return leave_out_gone(j, n_all);
+}
+
+void kvt_hide_lost(float * s, uint32_t lost) {
+    for (int t = 0; lost; t++, lost >>= 1) {
+        if (lost & 1) s[t] = -INFINITY;
+    }
 }
 
 void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query, float * tmp, float * out_m, float * out_f) {
@@ -140,6 +175,8 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
     j->n_mass_queries = 0;
     j->n_pages = j->n_missing = 0;
     j->error = 0; j->next = 0;
+    j->lost  = NULL;
+    j->sum_m = NULL;
     err = find_visibility(j);
     if (err) return err;
     const bool decode = op->geo.d_v != 0 && j->n_rows <= KVT_DECODE_ROWS;
@@ -150,6 +187,7 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
         return err;
     }
     err = pin_pages(j);
+    if (err && j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
     if (err) return err;
     a->pages_read   = j->pages;
     a->n_pages_read = j->n_pages;
@@ -158,9 +196,13 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
         for (size_t i = 0; list && i < j->n_missing; i++) list[i] = j->pages[j->missing[i]];
         if (list) op->source->prefetch(op->source->ctx, list, j->n_missing);
     }
-    err = decode ? kvt_decode_run(j) : kvt_prefill_run(j);
+    err = kvt_summary_run(j);
+    if (!err) err = decode ? kvt_decode_run(j) : kvt_prefill_run(j);
     if (j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
-    if (!err && op->mass) err = kvt_mass_apply(j);
+    if (!err && op->mass) {
+        kvt_summary_add_mass(j);
+        err = kvt_mass_apply(j);
+    }
     a->stats.n_steps++;
     a->stats.pages_read += j->n_pages;
     return err;

@@ -70,6 +70,7 @@ struct kvt_recall {
 };
 
 // One attention of one stream of one layer.
+struct kvt_summary_set;                // summary.h
 struct kvt_attention_op {
     struct kvt_geometry geo;           // geo.d_v == 0: V is the first d_v_out channels of K (MLA)
     int32_t  d_v_out;                  // channels of the output per head (== geo.d_v unless MLA)
@@ -86,6 +87,7 @@ struct kvt_attention_op {
     const struct kvt_visibility * vis; // of this mask when mask_nb_head == 0; NULL: the op works it out itself
     char * dst;       size_t dst_nb_query, dst_nb_head;      // F32 [d_v_out] rows. A query that sees nothing gets zeros
     const struct kvt_page_source * source;
+    struct kvt_summary_set * summary;  // (optional) stands in for cells that are gone; not used together with slopes
     struct kvt_mass * mass;            // (optional) updated by decode, and by the last query of a prefill
     const struct kvt_keys * keys;      // (optional) the array's keys, kept apart: pages then hold values only
     const struct kvt_recall * recall;  // (optional) decode reads values by weight; needs keys, and digests of the array

@@ -5,7 +5,7 @@
 // on which thread took which segment, nor on the tier a page was on. So the result is the same to the last bit wherever
 // the pages live, and a generation does not change with the budgets.
 
-#include "attention-impl.h"
+#include "summary-impl.h"
 
 enum { MAX_SEGMENTS = 32, MIN_SEGMENT_PAGES = 4 };
 
@@ -31,7 +31,7 @@ struct decode_thread {
 static size_t align_floats(size_t n) { return kvt_round_up(n, 16); }
 
 // scores of one sub become weights; the rows' states move
-static void weigh(const struct decode * d, const struct decode_thread * t, float * s, size_t ld, int h, size_t sub, int cls) {
+static void weigh(const struct decode * d, const struct decode_thread * t, float * s, size_t ld, int h, size_t sub, int cls, uint32_t lost) {
     const struct kvt_job * j = d->j;
     const struct kvt_attention_op * op = j->op;
     const int n_rows = (int) j->n_rows;
@@ -43,6 +43,7 @@ static void weigh(const struct decode * d, const struct decode_thread * t, float
             j->k->mask_add(s + r*ld, mask ? mask + sub*KVT_SUB : NULL, kvt_job_slope(op, head), kvt_job_n_valid(op, sub));
         }
     }
+    for (int r = 0; lost && r < n_rows; r++) kvt_hide_lost(s + r*ld, lost);
     const struct kvt_row_state st = { t->m + (size_t) h*n_rows, t->l + (size_t) h*n_rows*KVT_SUM_LANES, t->o + (size_t) h*n_rows*j->d_v_pad, j->d_v_pad };
     j->k->softmax(s, ld, n_rows, KVT_SUB, &st);
     if (op->mass) {
@@ -62,12 +63,13 @@ static void do_page(const struct decode * d, struct decode_thread * t, const str
     for (int h = 0; h < op->geo.n_head_kv; h++) {
         for (int i = 0; i < n_subs && sub0 + i < j->n_sub; i++) {
             const size_t sub = sub0 + i;
-            if (cls[sub] == KVT_VIS_NONE) continue;
+            const uint32_t lost = ref->lost ? ref->lost[i] : 0;
+            if (cls[sub] == KVT_VIS_NONE || lost == UINT32_MAX) continue;
             float * s = op->mass ? j->probs + (size_t) h*n_rows*j->ld_probs + sub*KVT_SUB : t->s;
             const size_t ld = op->mass ? j->ld_probs : KVT_SUB;
             if (!ref->data) {
                 for (int r = 0; r < n_rows; r++) memset(s + r*ld, 0, KVT_SUB*sizeof(float));
-                weigh(d, t, s, ld, h, sub, cls[sub]);
+                weigh(d, t, s, ld, h, sub, cls[sub], lost);
                 continue;
             }
             const uint8_t * kv = ref->data + kvt_k_sub_off(lay, h, i), * v = kv + lay->k_sub_bytes;
@@ -77,7 +79,7 @@ static void do_page(const struct decode * d, struct decode_thread * t, const str
             const struct kvt_page_layout * k_lay = op->keys ? &op->keys->layout : lay;
             const uint8_t * k = op->keys ? kvt_job_keys(j, h, sub) : kv, * k_next = op->keys ? k + k_lay->k_sub_bytes : kv_next;
             j->k->scores[k_lay->fmt_k](&d->q[h], 0, n_rows, k, s, ld, (const char *) k_next);
-            weigh(d, t, s, ld, h, sub, cls[sub]);
+            weigh(d, t, s, ld, h, sub, cls[sub], lost);
             j->k->accumulate[lay->fmt_v](s, ld, n_rows, j->d_v_pad, v, t->o + (size_t) h*n_rows*j->d_v_pad, (const char *) kv_next + lay->k_sub_bytes);
             t->k_bytes += k_lay->k_sub_bytes;
             t->v_bytes += lay->v_sub_bytes;
@@ -181,13 +183,15 @@ static void finish(struct decode * d) {
     for (int h = 0; h < j->op->geo.n_head_kv; h++) {
         for (int64_t r = 0; r < j->n_rows; r++) {
             const size_t row = (size_t) h*j->n_rows + r;
-            struct kvt_partial parts[MAX_SEGMENTS];
+            struct kvt_partial parts[MAX_SEGMENTS + 1];
+            size_t n_parts = d->n_segments;
             for (size_t i = 0; i < d->n_segments; i++) {
                 const struct decode_thread t = segment_state(d, i);
                 parts[i] = { t.m + row, t.l + row*KVT_SUM_LANES, t.o + row*j->d_v_pad };
             }
+            if (j->sum_m) parts[n_parts++] = kvt_summary_partial(j, h, r);
             const bool mass = j->op->mass != NULL;
-            kvt_row_finish(j, parts, (int) d->n_segments, (int) (h*j->n_group + r%j->n_group), r/j->n_group, tmp,
+            kvt_row_finish(j, parts, (int) n_parts, (int) (h*j->n_group + r%j->n_group), r/j->n_group, tmp,
                            mass ? &j->final_m[row] : NULL, mass ? &j->final_f[row] : NULL);
         }
     }

@@ -91,6 +91,15 @@ static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, flo
     }
 }
 
+// Of a page that is gone the figures stay as they are: they are cleared when it is dropped.
+static bool is_gone(const struct kvt_job * j, size_t page) {
+    if (!j->lost || !j->lost[page]) return false;
+    for (int s = 0; s < j->subs_per_page; s++) {
+        if (j->lost[page][s] != UINT32_MAX) return false;
+    }
+    return true;
+}
+
 static void mass_pages(void * arg, int ith, int nth) {
     (void) ith; (void) nth;
     struct mass_work * w = (struct mass_work *) arg;
@@ -103,13 +112,14 @@ static void mass_pages(void * arg, int ith, int nth) {
         const size_t first = w->next.fetch_add(64, std::memory_order_relaxed);
         if (first >= w->n_pages) return;
         for (size_t page = first; page < first + 64 && page < w->n_pages; page++) {
+            if (is_gone(j, page)) continue;
             float total = 0.0f;
             for (int s = 0; s < j->subs_per_page; s++) {
                 const size_t sub = page*j->subs_per_page + s;
                 if (sub >= j->n_sub) break;
                 const size_t cell = (size_t) j->op->page_first*j->op->geo.page_tokens + sub*KVT_SUB;
                 float mass[KVT_SUB];
-                if (cls[sub] == KVT_VIS_NONE) {
+                if (cls[sub] == KVT_VIS_NONE || kvt_job_lost(j, sub) == UINT32_MAX) {
                     memset(mass, 0, sizeof(mass));
                 } else {
                     mass_of_sub(j, w->query, sub, mass);

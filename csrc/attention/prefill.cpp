@@ -6,7 +6,7 @@
 // As in decode, the order of all sums follows from the list of visible pages alone: tiles never cross a multiple of
 // CHUNK pages, parts begin at one, and their number does not depend on the threads.
 
-#include "attention-impl.h"
+#include "summary-impl.h"
 
 enum { GROUPS_PER_BLOCK = 8, MANY_GROUPS = 256, CHUNK = 32, MAX_SPLITS = 64 };
 
@@ -32,6 +32,7 @@ struct tile {
     int     n_subs;
     size_t  sub[KVT_TILE_SUBS];
     uint8_t cls[KVT_TILE_SUBS];
+    uint32_t lost[KVT_TILE_SUBS];
     bool    any_mixed;
     float * k, * v, * s;                // [n_subs][d_k][32], [n_subs*32][d_v_pad], [KVT_ROW_GROUP][KVT_TILE_TOKENS]
 };
@@ -83,12 +84,14 @@ static void load_sub(const struct prefill * p, struct tile * t, int h, const str
     }
     t->sub[t->n_subs] = sub;
     t->cls[t->n_subs] = cls;
-    t->any_mixed |= cls == KVT_VIS_MIXED;
+    t->lost[t->n_subs] = kvt_job_lost(j, sub);
+    t->any_mixed |= cls == KVT_VIS_MIXED || t->lost[t->n_subs];
     t->n_subs++;
 }
 
 static void mask_group(const struct kvt_job * j, const struct tile * t, int h, int64_t row0, int n_valid_rows) {
     for (int i = 0; i < t->n_subs; i++) {
+        for (int r = 0; t->lost[i] && r < n_valid_rows; r++) kvt_hide_lost(t->s + (size_t) r*KVT_TILE_TOKENS + i*KVT_SUB, t->lost[i]);
         if (t->cls[i] != KVT_VIS_MIXED) continue;
         const int n_valid = kvt_job_n_valid(j->op, t->sub[i]);
         for (int r = 0; r < n_valid_rows; r++) {
@@ -169,7 +172,7 @@ static void do_task(struct prefill * p, struct tile * t, int h, size_t block, in
             const size_t sub = pg->page*j->subs_per_page + i;
             if (sub >= j->n_sub) break;
             const uint8_t cls = block_class(j, b0, b1, sub);
-            if (cls == KVT_VIS_NONE) continue;
+            if (cls == KVT_VIS_NONE || kvt_job_lost(j, sub) == UINT32_MAX) continue;
             load_sub(p, t, h, pg, i, sub, cls);
             if (t->n_subs == KVT_TILE_SUBS) do_tile(p, t, h, split, g0, g1);
         }
@@ -297,14 +300,16 @@ static void finish_rows(void * arg, int ith, int nth) {
         for (int64_t x = first; x < first + 64 && x < n_all; x++) {
             const int h = (int) (x/j->n_rows);
             const int64_t row = x%j->n_rows, kept = row - (j->n_rows - j->n_group);
-            struct kvt_partial parts[MAX_SPLITS];
+            struct kvt_partial parts[MAX_SPLITS + 1];
+            int n_parts = p->n_splits;
             for (int s = 0; s < p->n_splits; s++) {
                 const size_t at = state_row(p, s, h, (size_t) row);
                 parts[s] = { p->m + at, p->l + at*KVT_SUM_LANES, p->o + at*j->d_v_pad };
             }
+            if (j->sum_m) parts[n_parts++] = kvt_summary_partial(j, h, row);
             const size_t out = (size_t) h*j->n_group + (size_t) (kept < 0 ? 0 : kept);
             const bool mass = j->op->mass && kept >= 0;
-            kvt_row_finish(j, parts, p->n_splits, h*j->n_group + (int) (row%j->n_group), row/j->n_group, tmp,
+            kvt_row_finish(j, parts, n_parts, h*j->n_group + (int) (row%j->n_group), row/j->n_group, tmp,
                            mass ? &j->final_m[out] : NULL, mass ? &j->final_f[out] : NULL);
         }
     }

@@ -3,7 +3,7 @@
 #include "attention-impl.h"
 
 // One row's 16-bit form. A row that holds something not finite gives not-finite scores through its step.
-static void quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum) {
+void kvt_quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum) {
     for (int b = 0; b < n_blocks; b++, row += 32, pair += 16) {
         int32_t bits[32], most_bits = 0;   // the order of magnitudes is the order of their bits
         memcpy(bits, row, sizeof(bits));
@@ -49,7 +49,7 @@ int kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows **
             const float * src = kvt_job_q(op, (int64_t) (r/j->n_group), (int) (h*j->n_group + r%j->n_group));
             float * row = f + r*d_k;
             for (int c = 0; c < d_k; c++) row[c] = src[c]*scale;
-            if (quantized && d_k % 32 == 0) quantize_row(row, n_blocks, pair + r*(d_k/2), step + r*n_blocks, sum + r*n_blocks);
+            if (quantized && d_k % 32 == 0) kvt_quantize_row(row, n_blocks, pair + r*(d_k/2), step + r*n_blocks, sum + r*n_blocks);
         }
     }
     *out = q;

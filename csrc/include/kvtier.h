@@ -60,6 +60,9 @@ typedef struct {
     uint64_t pages_read;
     uint64_t pages_skipped;       // masked out as a whole
     uint64_t n_fallback;          // operations on cache tensors that went to the CPU backend
+    uint64_t n_gone;              // pages dropped for good so far; tier[0].n_pages: those that are gone now
+    uint64_t reserved_bytes;      // of what the host tier holds: keys that are kept apart, summaries
+    double   mass_lost;           // what the decayed mean attention mass of the dropped pages came to when they were dropped
     // bounded fidelity: sums over query rows (one query of one query head of one layer)
     uint64_t recall_rows;
     uint64_t tokens_seen;         // keys scored, per KV head
@@ -92,6 +95,30 @@ typedef struct {
     double   last_omitted;        // mean over rows
 } kvt_layer_figures;
 
+// Cells that sum up dropped ones, and groups of dropped cells in few dimensions, of one array. All float32, copied by the call
+// that takes them; what they are kept in is a storage format (0 f32, 1 f16, 2 bf16, 3 q8_0: dimensions in multiples of 32).
+typedef struct {
+    uint32_t n, r_k, r_v;         // cells; dimensions of keys and values, at most d_k and d_v
+    int32_t  fmt_coord, fmt_basis;
+    const float * k_mean;         // [n_head_kv][d_k]
+    const float * k_basis;        // [n_head_kv][r_k][d_k]
+    const float * k_coord;        // [n_head_kv][n][r_k]: key = mean + coord*basis
+    const float * v_mean;         // the same of values
+    const float * v_basis;
+    const float * v_coord;
+} kvt_summary_group;
+
+typedef struct {
+    uint32_t n_cells;             // per KV head, 0: none
+    int32_t  fmt_cells;
+    const float * key;            // [n_head_kv][n_cells][d_k] centres
+    const float * value;          // [n_head_kv][n_cells][d_v] mean values
+    const float * log_count;      // [n_head_kv][n_cells] natural; -inf: the cell is not in use
+    const float * key_var;        // (optional) [n_head_kv][n_cells][d_k]: a score s = scale*q.key counts as s + scale^2*sum(q^2*var)/2
+    uint32_t n_groups;
+    const kvt_summary_group * groups;
+} kvt_summary;
+
 // a page is about to leave the host tier, or has come back; data is valid only during the call
 typedef void (*kvt_offload_fn)(void * user, uint32_t array, uint32_t page, int32_t layer, int tier, const void * data, size_t n_bytes, int fmt_k, int fmt_v);
 
@@ -105,8 +132,9 @@ int          kvt_isa_set(const char * name);
 
 // Settings are "key=value" pairs separated by commas or newlines (the syntax of KVTIER_CONFIG, which may also be "@FILE"):
 //   host=BYTES disk=BYTES dir=PATH host-k=FMT host-v=FMT disk-k=FMT disk-v=FMT page-tokens=N io-threads=N
-//   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded:EPS read-budget=TOKENS
-// With bounded fidelity the keys stay in RAM (in host-k, Q8_0 by default) and count against the host budget.
+//   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded:EPS|lossy read-budget=TOKENS
+// With bounded fidelity the keys stay in RAM (in host-k, Q8_0 by default) and count against the host budget. With lossy fidelity
+// what has to leave RAM is dropped; there is no disk then.
 // BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.
 // Unknown keys and bad values: KVT_ERR_CONFIG, kvt_last_error names the key, the value and what is allowed.
 int  kvt_domain_open(const char * settings, kvt_domain ** out);
@@ -124,6 +152,20 @@ int  kvt_domain_last_code(kvt_domain * dom);                             // the 
 // Returns when no call of the old callbacks is under way. INVALID from inside a callback. Either may be NULL.
 int  kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
 int  kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
+// to_tier 0: dropped for good, in a lossy domain only.
+// How much each page of an array is wanted: pages with the lowest scores leave first. Pages without content now, and those written
+// later, count as infinitely wanted until they are scored; where scores agree, the least recently used goes. n: the array's pages.
+int  kvt_domain_set_keep(kvt_domain * dom, uint32_t array, const float * scores, size_t n);
+// Keys (part 0) or values (part 1) of a page as F32 [page_tokens][n_head_kv][d]; n: floats that fit. INVALID if it has no content.
+int  kvt_domain_read_page(kvt_domain * dom, uint32_t array, uint32_t page, int part, float * out, size_t n);
+int  kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes);     // pages leave at once if it shrinks
+int  kvt_domain_reserve(kvt_domain * dom, uint64_t n_bytes);             // of the host budget, for summaries: at least what they take
+// What stands in for the dropped cells of an array, from the next step on; NULL: nothing. Its bytes count against the host
+// budget: see kvt_domain_reserve, of which they are a part. UNSUPPORTED for layers without values of their own (MLA).
+int  kvt_domain_set_summary(kvt_domain * dom, uint32_t array, const kvt_summary * summary);
+// Decayed mean attention mass of the array's summary: its cells (0 without any), then each group. The length, or an error.
+int  kvt_domain_summary_mass(kvt_domain * dom, uint32_t array, float * out, size_t n_max);
+int  kvt_domain_compact(kvt_domain * dom);                               // gives back to the system what is only sparsely filled
 int  kvt_domain_evict_every_step(kvt_domain * dom, int on);              // a test switch: unprotected pages leave the host after every step
 // CFFI-END
 

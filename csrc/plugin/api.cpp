@@ -215,6 +215,55 @@ int kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, si
     return guarded([&] { return dom->state->move(array, pages, n, to_tier, n_done); });
 }
 
+int kvt_domain_set_keep(kvt_domain * dom, uint32_t array, const float * scores, size_t n) {
+    if (is_null(dom, "dom") || is_null(scores, "scores")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->set_keep(array, scores, n); });
+}
+
+int kvt_domain_read_page(kvt_domain * dom, uint32_t array, uint32_t page, int part, float * out, size_t n) {
+    if (is_null(dom, "dom") || is_null(out, "out")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->read_page(array, page, part, out, n); });
+}
+
+int kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes) {
+    if (is_null(dom, "dom")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->set_host_budget(n_bytes); });
+}
+
+int kvt_domain_reserve(kvt_domain * dom, uint64_t n_bytes) {
+    if (is_null(dom, "dom")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->reserve(n_bytes); });
+}
+
+int kvt_domain_set_summary(kvt_domain * dom, uint32_t array, const kvt_summary * summary) {
+    if (is_null(dom, "dom")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->set_summary(array, summary); });
+}
+
+int kvt_domain_summary_mass(kvt_domain * dom, uint32_t array, float * out, size_t n_max) {
+    if (is_null(dom, "dom") || is_null(out, "out")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->summary_mass(array, out, n_max); });
+}
+
+int kvt_domain_compact(kvt_domain * dom) {
+    if (is_null(dom, "dom")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return kvt_store_compact(dom->state->store()); });
+}
+
 int kvt_domain_evict_every_step(kvt_domain * dom, int on) {
     if (is_null(dom, "dom")) {
         return KVT_ERR_INVALID;

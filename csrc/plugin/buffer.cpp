@@ -276,7 +276,7 @@ static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const vo
 static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t off, size_t size) {
     GGML_UNUSED(b);
     if (kvt_root * root = kvt_root_of(t)) {
-        if (guarded(root, [&] { return kvt_paged_read(root, (char *) t->data - root->base + off, size, data); }) != KVT_OK) {
+        if (guarded(root, [&] { return kvt_paged_read(root, (char *) t->data - root->base + off, size, data, false); }) != KVT_OK) {
             memset(data, 0, size); // never bytes that were in that memory before
         }
         return;

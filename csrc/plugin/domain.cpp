@@ -2,6 +2,7 @@
 #include "last-error.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 int kvt_domain_state::open(const kvt_settings & settings, std::shared_ptr<kvt_domain_state> * out) {
@@ -17,11 +18,16 @@ int kvt_domain_state::open(const kvt_settings & settings, std::shared_ptr<kvt_do
     p.n_io_threads    = settings.io_threads;
     p.n_protect_first = settings.protect_first;
     p.n_protect_last  = settings.protect_last;
+    p.lossy           = settings.lossy;
+    p.on_gone         = kvt_keep::on_gone;
+    p.on_gone_ctx     = &dom->m_keep;
     char err[512] = "";
     const int rc = kvt_store_open(&p, &dom->m_store, err, sizeof(err));
     if (rc != KVT_OK) {
         return kvt_fail(rc, "%s", err);
     }
+    const kvt_evict_policy policy = dom->m_keep.policy();
+    kvt_store_set_policy(dom->m_store, &policy);
     *out = std::move(dom);
     return KVT_OK;
 }
@@ -119,6 +125,7 @@ int kvt_domain_state::add_layer(const kvt_array_params & params, const void * ow
     if (rc != KVT_OK) {
         return fail(rc, "no memory for the attention statistics");
     }
+    m_keep.add(kvt_array_id(layer->array), layer->mass);
     layer->source = { layer->array, source_acquire_resident, source_acquire, source_release_many, source_prefetch, has_disk() ? source_is_ready : nullptr };
     kvt_layer * added = layer.get();
     std::lock_guard<std::mutex> lock(m_mutex);
@@ -130,14 +137,33 @@ int kvt_domain_state::add_layer(const kvt_array_params & params, const void * ow
 void kvt_domain_state::remove_layer(kvt_layer * layer) {
     std::unique_lock<std::shared_mutex> alone(m_lifetime);
     std::unique_ptr<kvt_layer> owned; // goes without m_mutex: it waits for the pages' I/O
-    std::lock_guard<std::mutex> lock(m_mutex);
+    std::unique_lock<std::mutex> lock(m_mutex);
     for (size_t i = 0; i < m_layers.size(); i++) {
         if (m_layers[i].get() == layer) {
             owned = std::move(m_layers[i]);
             m_layers.erase(m_layers.begin() + i);
+            m_keep.remove(kvt_array_id(owned->array));
             break;
         }
     }
+    lock.unlock();
+    forget_summary(owned.get());
+}
+
+// Of a layer that goes, or whose cells were all given away. A smaller reservation always fits.
+void kvt_domain_state::forget_summary(kvt_layer * layer) {
+    std::lock_guard<std::mutex> change(m_summary_mutex);
+    if (!layer || !layer->summary) {
+        return;
+    }
+    m_summary_bytes -= kvt_summary_bytes(layer->summary.get());
+    {
+        std::lock_guard<std::mutex> lock(m_mutex);
+        layer->summary.reset();
+    }
+    const uint64_t wanted = std::max(m_summary_bytes, m_reserve_bytes);
+    kvt_store_reserve(m_store, (int64_t) (wanted - m_reserved));
+    m_reserved = wanted;
 }
 
 //
@@ -309,6 +335,9 @@ int kvt_domain_state::figures(kvt_figures * out) const {
     out->pages_read       = pages_read;
     out->pages_skipped    = pages_skipped;
     out->n_fallback       = n_fallback;
+    out->n_gone           = st.n_gone;
+    out->reserved_bytes   = st.reserved_bytes;
+    out->mass_lost        = m_keep.mass_lost();
     std::lock_guard<std::mutex> lock(m_mutex);
     out->recall_rows      = m_recall.n_rows;
     out->tokens_seen      = m_recall.tokens_seen;
@@ -372,8 +401,11 @@ int kvt_domain_state::pages(uint32_t index, uint32_t array, size_t n_max, uint8_
 }
 
 int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done) {
-    if (to_tier != KVT_TIER_HOST && to_tier != KVT_TIER_DISK) {
-        return kvt_fail(KVT_ERR_INVALID, "pages move between the tiers host (2) and disk (3), not to %d", to_tier);
+    if (to_tier != KVT_TIER_HOST && to_tier != KVT_TIER_DISK && to_tier != KVT_TIER_NONE) {
+        return kvt_fail(KVT_ERR_INVALID, "pages move between the tiers host (2) and disk (3), or to none (0), not to %d", to_tier);
+    }
+    if (to_tier == KVT_TIER_NONE && !m_settings.lossy) {
+        return kvt_fail(KVT_ERR_INVALID, "pages can be dropped for good only where that was asked for (setting lossy=1)");
     }
     std::vector<kvt_move> moves(n);
     for (size_t i = 0; i < n; i++) {
@@ -387,6 +419,150 @@ int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int
     }
     // the caller learns of it at once: last_error is for failures that llama.cpp only reports as such
     return rc == KVT_OK ? KVT_OK : kvt_fail(rc, "%s", failure_text(m_store, rc, "a move failed").c_str());
+}
+
+//
+// what a policy says and asks
+//
+
+kvt_layer * kvt_domain_state::layer_of(uint32_t array) const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    for (const auto & layer : m_layers) {
+        if (kvt_array_id(layer->array) == array) {
+            return layer.get();
+        }
+    }
+    kvt_fail(KVT_ERR_INVALID, "there is no array %u: its cache was freed, or never there", array);
+    return nullptr;
+}
+
+int kvt_domain_state::set_keep(uint32_t array, const float * scores, size_t n) {
+    const auto  held  = hold_layers();
+    kvt_layer * layer = layer_of(array);
+    if (!layer) {
+        return KVT_ERR_INVALID;
+    }
+    if (n != kvt_array_n_pages(layer->array)) {
+        return kvt_fail(KVT_ERR_INVALID, "%zu scores are given for the %u pages of array %u", n, kvt_array_n_pages(layer->array), array);
+    }
+    std::vector<kvt_page_info> infos(n);
+    kvt_array_infos(layer->array, infos.data());
+    std::vector<float> keep(scores, scores + n);
+    for (size_t i = 0; i < n; i++) {
+        if (std::isnan(keep[i])) {
+            return kvt_fail(KVT_ERR_INVALID, "the score of page %zu of array %u is not a number", i, array);
+        }
+        if (infos[i].tier == KVT_TIER_NONE) {
+            keep[i] = INFINITY;
+        }
+    }
+    m_keep.set(array, std::move(keep));
+    return KVT_OK;
+}
+
+int kvt_domain_state::read_page(uint32_t array, uint32_t page, int part, float * out, size_t n) {
+    const auto  held  = hold_layers();
+    kvt_layer * layer = layer_of(array);
+    if (!layer) {
+        return KVT_ERR_INVALID;
+    }
+    const kvt_geometry & geo = layer->geo;
+    const size_t width = (size_t) geo.n_head_kv*(size_t) (part == KVT_PART_K ? geo.d_k : geo.d_v);
+    if ((part != KVT_PART_K && part != KVT_PART_V) || width == 0 || n < width*(size_t) geo.page_tokens) {
+        return kvt_fail(KVT_ERR_INVALID, "part %d of a page of array %u takes %zu floats, not %zu", part, array, width*(size_t) geo.page_tokens, n);
+    }
+    kvt_page_ref ref;
+    const int rc = kvt_array_acquire(layer->array, page, KVT_READ, &ref);
+    if (rc != KVT_OK) {
+        return kvt_fail(rc, "%s", failure_text(m_store, rc, "cannot read a page").c_str());
+    }
+    if (!ref.data) {
+        return kvt_fail(KVT_ERR_INVALID, "page %u of array %u has no content%s", page, array, ref.lost ? ": it was dropped" : "");
+    }
+    for (int32_t cell = 0; cell < geo.page_tokens; cell++) {
+        kvt_page_get_f32(ref.layout, ref.data, (kvt_part) part, cell, out + (size_t) cell*width);
+    }
+    kvt_array_release(layer->array, &ref);
+    return KVT_OK;
+}
+
+template <typename N>
+int kvt_domain_state::rebudget(int (*change)(kvt_store * s, N n_bytes), N n_bytes) {
+    const int rc = change(m_store, n_bytes);
+    return rc == KVT_OK ? KVT_OK : kvt_fail(rc, "%s", failure_text(m_store, rc, "the budget cannot be changed").c_str());
+}
+
+int kvt_domain_state::set_host_budget(uint64_t n_bytes) {
+    const auto held = hold_layers();
+    return rebudget(kvt_store_set_host_budget, n_bytes);
+}
+
+// What is set aside of the host budget is what was asked for, and at least what summaries take.
+int kvt_domain_state::reserve_for(uint64_t summary_bytes) {
+    const uint64_t wanted = std::max(summary_bytes, m_reserve_bytes);
+    const int rc = rebudget(kvt_store_reserve, (int64_t) (wanted - m_reserved));
+    m_reserved = rc == KVT_OK ? wanted : m_reserved;
+    return rc;
+}
+
+int kvt_domain_state::reserve(uint64_t n_bytes) {
+    const auto held = hold_layers();
+    std::lock_guard<std::mutex> lock(m_summary_mutex);
+    const uint64_t before = m_reserve_bytes;
+    m_reserve_bytes = n_bytes;
+    const int rc = reserve_for(m_summary_bytes);
+    m_reserve_bytes = rc == KVT_OK ? n_bytes : before;
+    return rc;
+}
+
+// The new one is paid for before the old one goes: for a moment there are two of this array.
+int kvt_domain_state::set_summary(uint32_t array, const kvt_summary * summary) {
+    const auto  held  = hold_layers();
+    kvt_layer * layer = layer_of(array);
+    if (!layer) {
+        return KVT_ERR_INVALID;
+    }
+    std::shared_ptr<kvt_summary_set> made;
+    if (summary) {
+        char text[256] = "";
+        kvt_summary_set * set = nullptr;
+        const int rc = kvt_summary_create(&set, &layer->geo, summary, text, sizeof(text));
+        if (rc != KVT_OK) {
+            return kvt_fail(layer->geo.d_v == 0 ? (int) KVT_ERR_UNSUPPORTED : rc, "%s", text[0] ? text : kvt_error_message(rc));
+        }
+        made.reset(set, kvt_summary_free);
+    }
+    std::lock_guard<std::mutex> change(m_summary_mutex);
+    const uint64_t n_new = made ? kvt_summary_bytes(made.get()) : 0, n_old = layer->summary ? kvt_summary_bytes(layer->summary.get()) : 0;
+    int rc = reserve_for(m_summary_bytes + n_new);
+    if (rc != KVT_OK) {
+        return rc;
+    }
+    {
+        std::lock_guard<std::mutex> lock(m_mutex);
+        layer->summary.swap(made);
+    }
+    made.reset(); // unless a step is reading it just now: then it goes with that step
+    m_summary_bytes += n_new - n_old;
+    rc = reserve_for(m_summary_bytes);
+    return rc;
+}
+
+std::shared_ptr<kvt_summary_set> kvt_domain_state::summary_of(const kvt_layer * layer) const {
+    std::lock_guard<std::mutex> lock(m_mutex);
+    return layer->summary;
+}
+
+int kvt_domain_state::summary_mass(uint32_t array, float * out, size_t n_max) const {
+    const auto        held    = hold_layers();
+    const kvt_layer * layer   = layer_of(array);
+    const auto        summary = layer ? summary_of(layer) : nullptr;
+    return !layer ? (int) KVT_ERR_INVALID : summary ? (int) kvt_summary_mass(summary.get(), out, n_max) : 0;
+}
+
+void kvt_domain_state::forget(kvt_layer * layer) {
+    m_keep.set(kvt_array_id(layer->array), {});
+    forget_summary(layer);
 }
 
 //

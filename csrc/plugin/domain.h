@@ -3,9 +3,11 @@
 // A domain: the settings, the store and the layers of the caches that belong together (one budget per tier for all of
 // them). Buffers share it; the public handle (kvt_domain) is one more owner.
 
+#include "keep.h"
 #include "settings.h"
 
 #include "../attention/attention.h"
+#include "../attention/summary.h"
 #include "../include/kvtier-errors.h"
 #include "../include/kvtier.h"
 #include "../store/store.h"
@@ -30,6 +32,7 @@ struct kvt_layer {
     kvt_store *      store  = nullptr;
     kvt_page_source  source = {};
     const void *     owner = nullptr;  // the cache's buffer: its layers belong to one context
+    std::shared_ptr<kvt_summary_set> summary;  // guarded by the domain's mutex
     std::vector<uint32_t> seen;        // the pages that its last attention read: what the next step will want
 
     kvt_layer() = default;
@@ -83,6 +86,16 @@ public:
     int  layer_figures(uint32_t index, kvt_layer_figures * out) const;
     int  pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const;
     int  move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
+    // see kvtier.h
+    int  set_keep(uint32_t array, const float * scores, size_t n);
+    int  read_page(uint32_t array, uint32_t page, int part, float * out, size_t n);
+    int  set_summary(uint32_t array, const kvt_summary * summary);
+    int  summary_mass(uint32_t array, float * out, size_t n_max) const;
+    std::shared_ptr<kvt_summary_set> summary_of(const kvt_layer * layer) const;
+    int  reserve(uint64_t n_bytes);
+    int  set_host_budget(uint64_t n_bytes);
+    void forget(kvt_layer * layer); // its cells were all given away
+
     int  set_offload(kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user);
     void disarm();  // no offload callback runs any more, except one that calls this
     size_t n_layers() const;
@@ -96,10 +109,15 @@ private:
     kvt_domain_state() = default;
     int keep_keys_apart(kvt_layer * layer);
     int evict_all();
+    void forget_summary(kvt_layer * layer);
+    template <typename N> int rebudget(int (*change)(kvt_store * s, N n_bytes), N n_bytes);
+    int reserve_for(uint64_t summary_bytes);    // m_summary_mutex is held
+    kvt_layer * layer_of(uint32_t array) const; // m_lifetime is held; nullptr and the error's text: there is none
     std::shared_lock<std::shared_mutex> hold_layers() const;
 
 
     kvt_settings m_settings;
+    kvt_keep     m_keep;                               // the store calls it, so it goes after the store
     kvt_store *  m_store = nullptr;
 
     mutable std::shared_mutex m_lifetime;              // shared: pages move; alone: a layer comes or goes. Before m_mutex
@@ -108,6 +126,9 @@ private:
     std::string                             m_error;
     int                                     m_code = 0;
     kvt_recall_report                       m_recall = {};   // of all layers, those that are gone included
+
+    mutable std::mutex m_summary_mutex;                // one change of summaries or of the reservation at a time
+    uint64_t    m_summary_bytes = 0, m_reserve_bytes = 0, m_reserved = 0;   // summaries; asked for; what the store has set aside
 
     std::mutex  m_offload_mutex;                       // one change of the callbacks at a time
     kvt_offload m_offload = {};

@@ -124,13 +124,14 @@ void widen_tensor(ggml_tensor * t, const gathered & g) {
     }
 }
 
-// Puts back the rows that the operation changed; the others keep their stored bytes.
+// Puts back the rows that the operation changed; the others keep their stored bytes, and lost ones stay lost.
 int put_back(gathered & g) {
     const size_t row = g.root->row_bytes;
     for (size_t at = g.first; at < g.last; ) {
         const size_t end = std::min((at/row + 1)*row, g.last);
         const size_t i   = at - g.first;
-        if (memcmp(g.bytes.data() + i, g.before.data() + i, end - at) != 0) {
+        const bool changed = memcmp(g.bytes.data() + i, g.before.data() + i, end - at) != 0;
+        if (changed && !(end - at == row && kvt_paged_stays_lost(g.root, (int64_t) (at/row), g.bytes.data() + i))) {
             const int rc = kvt_paged_write(g.root, at, end - at, g.bytes.data() + i);
             if (rc != KVT_OK) {
                 return rc;
@@ -169,7 +170,7 @@ int kvt_fallback::compute(ggml_tensor * node) {
     }
     for (gathered & g : all) {
         g.bytes.resize(g.last - g.first);
-        const int rc = kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data());
+        const int rc = kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data(), true); // what is lost is zeros, and stays so
         if (rc != KVT_OK) {
             return rc;
         }

@@ -172,6 +172,8 @@ int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root 
     a->source = &layer->source;
     a->keys   = layer->keys;
     a->recall = layer->keys ? &recall : nullptr;
+    const std::shared_ptr<kvt_summary_set> summary = dom->summary_of(layer); // stays while it is read
+    a->summary = k->ne[3] == 1 ? summary.get() : nullptr;                      // several streams: no telling whose it is
     std::vector<uint32_t> seen;
     rc = run_streams(op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream*per_stream, per_stream*n_between);
     if (rc != KVT_OK) {

@@ -31,7 +31,7 @@ public:
         m_keys  = part == KVT_PART_K ? layer->keys : nullptr;
         m_base  = m_keys ? (int64_t) page*layer->geo.page_tokens : 0;
         if (m_keys) {
-            m_ref = { m_keys->data, &m_keys->layout, page, 0 };
+            m_ref = { m_keys->data, &m_keys->layout, page, 0, nullptr };
             return KVT_OK;
         }
         const int rc = kvt_array_acquire(layer->array, page, access, &m_ref);
@@ -49,6 +49,9 @@ public:
 
     // cells [cell, cell + n) of `part` have been written
     void note_write(kvt_part part, int32_t cell, int32_t n) const {
+        if (m_array && m_ref.lost) {
+            kvt_array_set_lost(m_array, m_ref.page, cell, n, 0);
+        }
         if (m_keys) {
             kvt_keys_note_write(m_keys, (size_t) at(cell), (size_t) n);
         } else if (part == KVT_PART_V && m_layer->digests) {
@@ -126,15 +129,21 @@ int walk(kvt_root * root, size_t off, size_t size, kvt_access access, Row fn) {
     return KVT_OK;
 }
 
+bool is_lost(const kvt_page_ref & ref, int32_t cell) {
+    return ref.lost && (ref.lost[cell/KVT_SUB] >> cell%KVT_SUB & 1);
+}
+
 } // namespace
 
-int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst) {
+int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst, bool with_lost) {
     if (!root->cache->layer) {
         memset(dst, 0, size); // nothing was ever written
         return KVT_OK;
     }
     std::vector<char> row(root->row_bytes);
-    return walk(root, off, size, KVT_READ, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
+    bool found_lost = false;
+    const int rc = walk(root, off, size, KVT_READ, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
+        found_lost = found_lost || is_lost(ref, cell);
         char * out = static_cast<char *>(dst) + done;
         if (n == root->row_bytes) {
             get_row(root, ref, cell, out);
@@ -143,6 +152,8 @@ int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst) {
             memcpy(out, row.data() + row_off, n);
         }
     });
+    return rc != KVT_OK || !found_lost || with_lost ? rc : fail(root, KVT_ERR_UNSUPPORTED,
+        "the cache is lossy and has dropped some of its pages for good, so that its state can be neither saved nor copied out");
 }
 
 int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src) {
@@ -164,7 +175,7 @@ static int is_absent(kvt_array * array, uint32_t page, bool * out) {
     kvt_page_info info;
     const int rc = kvt_array_info(array, page, &info);
     if (rc == KVT_OK) {
-        *out = info.tier == KVT_TIER_NONE;
+        *out = info.tier == KVT_TIER_NONE && !info.some_lost;
     }
     return rc;
 }
@@ -200,7 +211,17 @@ int kvt_paged_clear(kvt_cache_layer * cache) {
         kvt_keys_clear(cache->layer->keys);
         kvt_digests_clear(cache->layer->digests);
     }
+    (cache->k ? cache->k : cache->v)->buffer->domain->forget(cache->layer);
     return fail(cache->k ? cache->k : cache->v, kvt_array_discard(array, 0, kvt_array_n_pages(array)), "cannot clear the cache");
+}
+
+// n cells from `cell` on, every one of them lost, in a page without content: there is nothing to copy but that.
+static bool all_gone(const kvt_page_ref & ref, int32_t cell, int64_t n) {
+    bool gone = !ref.data;
+    for (int64_t j = 0; gone && j < n; j++) {
+        gone = is_lost(ref, cell + (int32_t) j);
+    }
+    return gone;
 }
 
 // Rows within one page of each side, in the format that the source has stored.
@@ -211,12 +232,21 @@ static int copy_within_pages(kvt_root * src, kvt_layer * from, const row_place &
     if (!is_same && (rc = in.take(from, src->part, a.page, KVT_READ)) != KVT_OK) {
         return fail(src, rc, "cannot read a page to copy");
     }
+    if (!is_same && all_gone(in.ref(), a.cell, n)) {
+        return kvt_array_set_lost(to->array, b.page, b.cell, (int32_t) n, 1);
+    }
     if ((rc = out.take(to, dst->part, b.page, KVT_WRITE)) != KVT_OK) {
         return fail(dst, rc, "cannot write a copied page");
     }
     const held_page &    read = is_same ? out : in;
     const kvt_page_ref & rows = read.ref();
     std::vector<float>   row(src->n_embd); // as large as any format's row
+    std::vector<int32_t> lost;
+    for (int32_t j = 0; rows.lost && j < n; j++) {
+        if (is_lost(rows, a.cell + j)) {
+            lost.push_back(b.cell + j);
+        }
+    }
     for (int64_t j = 0; j < n; j++) {
         const int32_t to_cell = out.at(b.cell + (int32_t) j);
         if (!rows.data) {
@@ -228,6 +258,9 @@ static int copy_within_pages(kvt_root * src, kvt_layer * from, const row_place &
         kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, to_cell, fmt, row.data());
     }
     out.note_write(dst->part, b.cell, (int32_t) n);
+    for (const int32_t cell : lost) {
+        kvt_array_set_lost(to->array, b.page, cell, 1, 1);
+    }
     return KVT_OK;
 }
 
@@ -251,6 +284,23 @@ int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t
         i += n;
     }
     return rc;
+}
+
+bool kvt_paged_stays_lost(kvt_root * root, int64_t row, const void * bytes) {
+    kvt_layer * layer = root->cache->layer;
+    if (!layer || root->nominal < 0) {
+        return false;
+    }
+    const row_place place = place_of(root, layer->params.geo.page_tokens, row);
+    kvt_page_info info;
+    held_page     page;
+    if (kvt_array_info(layer->array, place.page, &info) != KVT_OK || !info.some_lost ||
+        page.take(layer, root->part, place.page, KVT_READ) != KVT_OK || !is_lost(page.ref(), place.cell)) {
+        return false;
+    }
+    std::vector<float> values(root->n_embd);
+    kvt_row_to_f32((enum kvt_format) root->nominal, bytes, values.data(), root->n_embd);
+    return std::all_of(values.begin(), values.end(), [](float x) { return x == 0.0f; });
 }
 
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n) {

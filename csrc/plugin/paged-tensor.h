@@ -6,7 +6,8 @@
 #include "buffer.h"
 
 // Bytes [off, off + size) of the root as the nominal type lays them out. Ranges may begin and end inside a row.
-int kvt_paged_read (kvt_root * root, size_t off, size_t size, void * dst);
+// Reading lost cells gives zeros, and UNSUPPORTED unless with_lost.
+int kvt_paged_read (kvt_root * root, size_t off, size_t size, void * dst, bool with_lost);
 int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src);
 // Every byte of the range becomes `value`.
 int kvt_paged_fill (kvt_root * root, size_t off, size_t size, uint8_t value);
@@ -14,6 +15,10 @@ int kvt_paged_fill (kvt_root * root, size_t off, size_t size, uint8_t value);
 int kvt_paged_clear(kvt_cache_layer * cache);
 // Rows from one cache to another of the same width, in the stored format (no rounding where the formats agree).
 int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows);
+
+// Whether the cell of a row is lost and `bytes`, a whole row, holds only zeros of either sign: what an operation on the whole
+// cache, such as a shift of positions, makes of the zeros that it found there. Such a row is not to be written.
+bool kvt_paged_stays_lost(kvt_root * root, int64_t row, const void * bytes);
 
 // Rows of F32 values to the cells `rows` (row = stream*n_cells + cell).
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n);

@@ -74,11 +74,12 @@ static int set_format(const std::string & key, const std::string & value, int * 
     return KVT_OK;
 }
 
-// "exact", or "bounded:EPS" with the most mass that a step may leave out
-static int set_fidelity(const std::string & key, const std::string & value, float * eps) {
+// "exact", "lossy", or "bounded:EPS" with the most mass that a step may leave out
+static int set_fidelity(const std::string & key, const std::string & value, kvt_settings * s) {
     static const char prefix[] = "bounded:";
-    if (value == "exact") {
-        *eps = 0.0f;
+    if (value == "exact" || value == "lossy") {
+        s->eps   = 0.0f;
+        s->lossy = value == "lossy";
         return KVT_OK;
     }
     char * end = nullptr;
@@ -86,9 +87,10 @@ static int set_fidelity(const std::string & key, const std::string & value, floa
     const char * number = is_bounded ? value.c_str() + sizeof(prefix) - 1 : "";
     const float x = strtof(number, &end);
     if (!*number || *end || !(x > 0.0f && x < 1.0f)) {
-        return bad_value(key, value, "'exact' or 'bounded:EPS' with EPS between 0 and 1, such as bounded:0.05");
+        return bad_value(key, value, "'exact', 'lossy' or 'bounded:EPS' with EPS between 0 and 1, such as bounded:0.05");
     }
-    *eps = x;
+    s->eps   = x;
+    s->lossy = false;
     return KVT_OK;
 }
 
@@ -120,7 +122,7 @@ static int set_one(kvt_settings * s, const std::string & key, const std::string 
         return !value.empty() && !*end && s->mass_decay >= 0.0f && s->mass_decay < 1.0f ? KVT_OK : bad_value(key, value, "a number in [0, 1)");
     }
     if (key == "fidelity") {
-        return set_fidelity(key, value, &s->eps);
+        return set_fidelity(key, value, s);
     }
     if (key == "read-budget") {
         int32_t tokens = 0;
@@ -183,6 +185,9 @@ int kvt_settings_parse(const char * text, kvt_settings * out) {
     if (parsed.read_budget > 0 && parsed.read_budget < whole) {
         return kvt_fail(KVT_ERR_CONFIG, "setting 'read-budget': %lld tokens cannot hold the %lld of the first and newest pages, which are "
             "always read; give at least that, or lower protect-first or protect-last", (long long) parsed.read_budget, (long long) whole);
+    }
+    if (parsed.lossy && parsed.disk_bytes > 0) {
+        return kvt_fail(KVT_ERR_CONFIG, "setting 'fidelity=lossy' drops what has to leave RAM, so it takes no 'disk'");
     }
     if (parsed.read_budget > 0 && parsed.eps == 0.0f) {
         return kvt_fail(KVT_ERR_CONFIG, "setting 'read-budget' needs fidelity=bounded:EPS: an exact step reads everything");

@@ -20,6 +20,7 @@ struct kvt_settings {
     float       mass_decay    = 0.98f;
     float       eps           = 0.0f;   // bounded fidelity: most omitted mass of a row; 0: exact
     int64_t     read_budget   = 0;      // bounded fidelity: most values read per KV head and step; 0: no limit
+    bool        lossy         = false;  // what has to leave the host is dropped
 };
 
 // 0, or KVT_ERR_CONFIG with a text that names key, value and what is allowed. `text` may be NULL, empty or "@FILE".

@@ -65,7 +65,7 @@ void kvt_temporary_pages::put(const ggml_tensor * t, kvt_part part) {
 
 int kvt_temporary_pages::acquire(void * ctx, uint32_t page, kvt_page_ref * out) {
     kvt_temporary_pages * self = static_cast<kvt_temporary_pages *>(ctx);
-    *out = { self->m_first + (size_t) page*self->m_layout.page_bytes, &self->m_layout, page, 0 };
+    *out = { self->m_first + (size_t) page*self->m_layout.page_bytes, &self->m_layout, page, 0, nullptr };
     return KVT_OK;
 }
 

@@ -36,6 +36,7 @@ static void pin(kvt_array * a, uint32_t page, kvt_page_ref * out) {
     out->layout = a->layouts[p.layout].get();
     out->page   = page;
     out->frame  = p.f.index;
+    out->lost   = store_lost_of(a, page);
 }
 
 static void absent_ref(kvt_array * a, uint32_t page, kvt_page_ref * out) {
@@ -43,6 +44,7 @@ static void absent_ref(kvt_array * a, uint32_t page, kvt_page_ref * out) {
     out->layout = a->layouts[LAYOUT_HOST].get();
     out->page   = page;
     out->frame  = 0;
+    out->lost   = store_lost_of(a, page);
 }
 
 static bool readable(const page_entry & p) {
@@ -57,7 +59,7 @@ static void use_read_ahead(kvt_store * s, page_entry & p) {
 }
 
 // A read that waits in the queue is called off.
-static void cancel_queued(kvt_store * s, page_entry & p) {
+void store_cancel_read(kvt_store * s, page_entry & p) {
     p.io = IO_NONE;
     if (is_transit(p)) {
         store_free_transit(s, p);
@@ -133,6 +135,7 @@ static int create_page(kvt_array * a, store_lock & lk, uint32_t page) {
         p.layout = LAYOUT_HOST;
         p.dirty  = true;
         p.born   = s->clock;
+        s->stats.tier[KVT_TIER_NONE].n_pages -= p.some_lost ? 1 : 0;
         store_count_host(s, *a->layouts[LAYOUT_HOST], 1);
     }
     p.io = IO_NONE;
@@ -168,7 +171,7 @@ int store_recall(kvt_store * s, store_lock & lk, kvt_page_id id) {
         }
         page_entry & p = a->pages[id.page];
         if (p.io == IO_QUEUED) {
-            cancel_queued(s, p);
+            store_cancel_read(s, p);
         }
         if (p.io != IO_NONE || (p.place == PLACE_DISK && p.pins > 0)) {
             store_wait(s, lk);
@@ -190,6 +193,7 @@ static void forget_content(kvt_array * a, store_lock & lk, uint32_t page) {
     } else if (p.f.data) {
         store_free_host(s, a, page);
     }
+    s->stats.tier[KVT_TIER_NONE].n_pages += p.some_lost ? 1 : 0;
     p.place = PLACE_ABSENT;
     p.dirty = false;
     p.io    = IO_NONE;
@@ -202,7 +206,7 @@ static int acquire_write(kvt_array * a, store_lock & lk, uint32_t page, bool res
     stall_clock stall(s);
     for (;;) {
         if (p.io == IO_QUEUED) {
-            cancel_queued(s, p);
+            store_cancel_read(s, p);
         }
         if (p.io != IO_NONE || (p.place == PLACE_DISK && p.pins > 0)) {
             stall.start();
@@ -352,7 +356,7 @@ static int seize(kvt_array * a, store_lock & lk, uint32_t page) {
     page_entry & p = a->pages[page];
     for (;;) {
         if (p.io == IO_QUEUED) {
-            cancel_queued(a->store, p);
+            store_cancel_read(a->store, p);
         }
         if (p.pins > 0) {
             return KVT_ERR_INVALID;
@@ -409,6 +413,7 @@ static void forget_page(kvt_array * a, uint32_t page) {
         list.erase(std::remove(list.begin(), list.end(), page), list.end());
         p.newest = false;
     }
+    store_find_lost(a, page);
     p.place = PLACE_ABSENT;
     p.dirty = false;
     p.io    = IO_NONE;
@@ -447,5 +452,16 @@ int kvt_array_info(struct kvt_array * a, uint32_t page, struct kvt_page_info * o
     }
     store_lock lk(a->store->mutex);
     *out = store_page_info(a, page);
+    return KVT_ERR_OK;
+}
+
+int kvt_array_infos(struct kvt_array * a, struct kvt_page_info * out) {
+    if (!a || !out) {
+        return KVT_ERR_INVALID;
+    }
+    store_lock lk(a->store->mutex);
+    for (uint32_t page = 0; page < a->n_pages; page++) {
+        out[page] = store_page_info(a, page);
+    }
     return KVT_ERR_OK;
 }

@@ -95,6 +95,14 @@ int store_plan_budget(kvt_store * s, std::string * err) {
             "format, or smaller pages";
         return KVT_ERR_BUDGET;
     }
+    if (s->params.lossy) { // nothing can be read back, so what is protected must be
+        const uint64_t kept = protected_bytes(s, s->params.n_protect_first, s->params.n_protect_last) + z.slab_max;
+        if (z.slab_max > 0 && kept > budget) {
+            *err = "the host budget leaves " + std::to_string(budget) + " bytes for pages, but the first and newest pages, which are never "
+                "dropped, take " + std::to_string(kept) + " so far. Raise the host budget, protect fewer pages, or use a smaller format";
+            return KVT_ERR_BUDGET;
+        }
+    }
     // half of the budget at most passes through, and one page per array comes first
     while (n > n_min && (n*z.transit > budget/2 || n*z.transit + one_each + z.slab_max > budget)) {
         n--;
@@ -105,27 +113,63 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     const uint64_t quota = std::max(n*z.transit, s->transit.held_bytes);
     s->transit.quota_bytes = quota;
     s->slabs.limit_bytes   = budget - std::min(budget, quota);
-    protect_what_fits(s, s->slabs.limit_bytes, 2*z.slab_max);
+    protect_what_fits(s, s->slabs.limit_bytes, (s->params.lossy ? 1 : 2)*z.slab_max);
     return KVT_ERR_OK;
 }
 
-static int reserve(kvt_store * s, int64_t n_bytes) {
-    store_lock lk(s->mutex);
-    s->reserved_bytes += (uint64_t) n_bytes;
+// Pages that stay move together before one more has to leave.
+static int shrink_to_limit(kvt_store * s, store_lock & lk) {
+    const uint64_t seq0 = s->fail_seq;
+    while (s->slabs.held_bytes > s->slabs.limit_bytes) {
+        if (store_compact(s, lk) > 0) {
+            continue;
+        }
+        const int r = store_make_room(s, lk, 0, seq0);
+        if (r != KVT_ERR_OK) {
+            return r;
+        }
+    }
+    return KVT_ERR_OK;
+}
+
+static int rebudget(kvt_store * s, store_lock & lk, uint64_t host_bytes, uint64_t reserved_bytes) {
+    const uint64_t before_host = s->params.host_bytes, before_reserved = s->reserved_bytes;
+    if (reserved_bytes > before_reserved && reserved_bytes >= host_bytes) {
+        return store_fail(s, KVT_ERR_BUDGET, std::to_string(reserved_bytes) + " bytes cannot be set aside of a host budget of " + std::to_string(host_bytes));
+    }
+    const auto set = [s](uint64_t host, uint64_t reserved, std::string * err) {
+        s->params.host_bytes = host;
+        s->reserved_bytes    = reserved;
+        s->stats.tier[KVT_TIER_HOST].budget_bytes = host;
+        return store_plan_budget(s, err);
+    };
     std::string err;
-    const int r = store_plan_budget(s, &err);
-    if (r != KVT_ERR_OK && n_bytes > 0) {
-        s->reserved_bytes -= (uint64_t) n_bytes;
-        std::string unused;
-        store_plan_budget(s, &unused);
-        return store_fail(s, r, std::to_string(n_bytes) + " bytes more of the host tier cannot be set aside: " + err);
+    int r = set(host_bytes, reserved_bytes, &err);
+    if (reserved_bytes < before_reserved) {
+        return KVT_ERR_OK; // less is always fine
+    }
+    r = r == KVT_ERR_OK ? shrink_to_limit(s, lk) : store_fail(s, r, err);
+    if (r != KVT_ERR_OK) {
+        set(before_host, before_reserved, &err); // as it was, so it fits
     }
     store_note_peak(s);
-    return KVT_ERR_OK;
+    return r;
 }
 
 int kvt_store_reserve(struct kvt_store * s, int64_t n_bytes) {
-    return s ? store_guard([&] { return reserve(s, n_bytes); }) : (int) KVT_ERR_INVALID;
+    if (!s) {
+        return KVT_ERR_INVALID;
+    }
+    store_lock lk(s->mutex);
+    return store_guard([&] { return rebudget(s, lk, s->params.host_bytes, s->reserved_bytes + (uint64_t) n_bytes); });
+}
+
+int kvt_store_set_host_budget(struct kvt_store * s, uint64_t n_bytes) {
+    if (!s) {
+        return KVT_ERR_INVALID;
+    }
+    store_lock lk(s->mutex);
+    return store_guard([&] { return rebudget(s, lk, n_bytes, s->reserved_bytes); });
 }
 
 // --- protected pages ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ static void choose(kvt_store * s, const std::vector<kvt_page_info> & pages, size
         n = lru->choose(lru->ctx, pages.data(), pages.size(), stride, v.data(), n_max);
     }
     for (size_t i = 0; i < n; i++) {
-        s->victims.push_back({ pages[v[i]].id, pages[v[i]].last_use });
+        s->victims.push_back({ pages[v[i]].id, pages[v[i]].last_use, s->clock });
     }
 }
 
@@ -96,7 +96,7 @@ static void choose_slab(kvt_store * s, uint64_t seq0, bool with_protected) {
     }
     for (size_t i = 0; best && i < best->owner.size(); i++) {
         if (best->owner[i].page != UINT32_MAX) {
-            s->victims.push_back({ best->owner[i], page_of(s, best->owner[i]).last_use });
+            s->victims.push_back({ best->owner[i], page_of(s, best->owner[i]).last_use, s->clock });
         }
     }
 }
@@ -114,13 +114,15 @@ static void refill(kvt_store * s, size_t stride, uint64_t seq0, bool with_protec
     }
 }
 
-// Throws out of the list what was used, pinned, protected, moved or failed since it was chosen.
+// Throws out of the list what was used, pinned, protected, moved or failed since it was chosen. In a lossy store every step
+// uses every page: there a choice holds for the step in which it was made.
 static void prune(kvt_store * s, size_t stride, uint64_t seq0) {
     if (s->victims_stride != stride) {
         s->victims.clear();
     }
     s->victims.erase(std::remove_if(s->victims.begin(), s->victims.end(), [s, seq0](const victim & v) {
-        return page_of(s, v.id).last_use != v.last_use || !may_leave(s->arrays[v.id.array], v.id.page, seq0, false);
+        const bool outdated = s->params.lossy ? v.clock != s->clock : page_of(s, v.id).last_use != v.last_use;
+        return outdated || !may_leave(s->arrays[v.id.array], v.id.page, seq0, false);
     }), s->victims.end());
 }
 
@@ -194,13 +196,47 @@ static bool give_up_a_copy(kvt_store * s, store_lock & lk) {
 }
 
 static std::string host_full(kvt_store * s) {
-    return "the host tier holds " + std::to_string(s->slabs.held_bytes + s->transit.held_bytes) + " of its budget of " +
+    return "the host tier holds " + std::to_string(store_host_held(s)) + " of its budget of " +
         std::to_string(s->params.host_bytes) + " bytes";
+}
+
+static int all_in_use(kvt_store * s) {
+    return store_fail(s, KVT_ERR_BUDGET, host_full(s) + " and every page of it is in use; raise the host budget");
+}
+
+// Pages that are being shown to a callback, or are pinned, come free soon.
+static bool wait_until(kvt_store * s, store_lock & lk, std::chrono::steady_clock::time_point deadline) {
+    s->n_waiters++;
+    const bool woken = s->changed.wait_until(lk, deadline) == std::cv_status::no_timeout;
+    s->n_waiters--;
+    return woken;
+}
+
+// Drops a page for good; never a protected one.
+static int make_room_by_loss(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0) {
+    const auto deadline = std::chrono::steady_clock::now() + PINS_WAIT;
+    do {
+        prune(s, stride, seq0);
+        if (s->victims.empty()) {
+            refill(s, stride, seq0, false);
+        }
+        for (size_t i = 0; i < s->victims.size(); i++) {
+            const kvt_page_id id = s->victims[i].id;
+            if (page_of(s, id).io == IO_NONE) {
+                s->victims.erase(s->victims.begin() + (ptrdiff_t) i);
+                return store_lose(s, lk, s->arrays[id.array], id.page);
+            }
+        }
+    } while (wait_until(s, lk, deadline));
+    return all_in_use(s);
 }
 
 // Frees a bit of host memory or waits for some to come free: the caller tries again after OK. seq0 is the store's
 // fail_seq when the caller began, so that it does not try the same failing page for ever.
 int store_make_room(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0) {
+    if (s->params.lossy) {
+        return make_room_by_loss(s, lk, stride, seq0);
+    }
     if (!s->has_disk) {
         return store_fail(s, KVT_ERR_BUDGET, host_full(s) + " and there is no disk tier to move pages to; raise the host budget, "
             "give a disk budget and a directory, use a smaller format, or a shorter context");
@@ -235,13 +271,7 @@ int store_make_room(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0
         if (r != KVT_ERR_OK) {
             return r;
         }
-        s->n_waiters++; // all that is left is in use
-        const bool woken = s->changed.wait_until(lk, deadline) == std::cv_status::no_timeout;
-        s->n_waiters--;
-        if (woken) {
-            return KVT_ERR_OK;
-        }
-        return store_fail(s, KVT_ERR_BUDGET, host_full(s) + " and every page of it is in use; raise the host budget");
+        return wait_until(s, lk, deadline) ? (int) KVT_ERR_OK : all_in_use(s); // all that is left is in use
     }
 }
 

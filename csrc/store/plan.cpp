@@ -98,6 +98,28 @@ static int finish_leave(kvt_store * s, store_lock & lk, const kvt_move & m) {
     return KVT_ERR_OK;
 }
 
+// --- to nowhere --------------------------------------------------------------------------------------------------
+
+static int lose_now(kvt_store * s, store_lock & lk, const kvt_move & m) {
+    kvt_array * a = wait_for_io(s, lk, m.id);
+    if (!a) {
+        return KVT_ERR_INVALID;
+    }
+    const uint32_t page = m.id.page;
+    page_entry & p = a->pages[page];
+    if (p.place == PLACE_ABSENT) {
+        return p.some_lost ? (int) KVT_ERR_OK : refuse(a, page, KVT_ERR_INVALID, "it has no content");
+    }
+    const int r = may_leave_now(a, page);
+    if (r != KVT_ERR_OK) {
+        return r;
+    }
+    if (p.io == IO_QUEUED) {
+        store_cancel_read(s, p);
+    }
+    return store_lose(s, lk, a, page);
+}
+
 // --- to the host -------------------------------------------------------------------------------------------------
 
 // The page is on the host, not pinned, IO_NONE: it changes its format there and is dirty afterwards.
@@ -156,7 +178,7 @@ static int check_move(kvt_store * s, const kvt_move & m) {
     if (m.id.page >= a->n_pages) {
         return store_fail(s, KVT_ERR_INVALID, "there is no page " + std::to_string(m.id.page) + " of array " + std::to_string(m.id.array));
     }
-    if (m.to_tier != KVT_TIER_HOST && m.to_tier != KVT_TIER_DISK) {
+    if (m.to_tier != KVT_TIER_HOST && m.to_tier != KVT_TIER_DISK && m.to_tier != KVT_TIER_NONE) {
         return refuse(a, m.id.page, KVT_ERR_UNSUPPORTED, "only the host and the disk tier take pages");
     }
     return KVT_ERR_OK;
@@ -176,15 +198,18 @@ static int apply(kvt_store * s, store_lock & lk, const kvt_move * moves, size_t 
     std::vector<bool> tried(n, false);
     for (size_t i = 0; i < n; i++) {
         const bool ok = note(check_move(s, moves[i]));
-        tried[i] = ok && (moves[i].to_tier == KVT_TIER_HOST || note(start_leave(s, lk, moves[i])));
+        tried[i] = ok && (moves[i].to_tier != KVT_TIER_DISK || note(start_leave(s, lk, moves[i])));
     }
     // what leaves goes first: it makes room for what comes
-    for (const uint8_t tier : { (uint8_t) KVT_TIER_DISK, (uint8_t) KVT_TIER_HOST }) {
+    typedef int (*move_fn)(kvt_store * s, store_lock & lk, const kvt_move & m);
+    static const struct { uint8_t tier; move_fn move; } order[] = {
+        { KVT_TIER_NONE, lose_now }, { KVT_TIER_DISK, finish_leave }, { KVT_TIER_HOST, come_back } };
+    for (const auto & o : order) {
         for (size_t i = 0; i < n; i++) {
-            if (!tried[i] || moves[i].to_tier != tier) {
+            if (!tried[i] || moves[i].to_tier != o.tier) {
                 continue;
             }
-            done += note(tier == KVT_TIER_DISK ? finish_leave(s, lk, moves[i]) : come_back(s, lk, moves[i])) ? 1 : 0;
+            done += note(o.move(s, lk, moves[i])) ? 1 : 0;
         }
     }
     if (first != KVT_ERR_OK) {

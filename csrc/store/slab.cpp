@@ -139,6 +139,18 @@ int kvt_slab_alloc(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, fra
     return KVT_ERR_OK;
 }
 
+bool kvt_slab_take_outside(slab_pool & pool, uint32_t from, struct kvt_page_id owner, frame * out) {
+    std::vector<uint32_t> & partial = pool.classes[pool.slabs[from].cls].partial;
+    for (size_t i = 0; i < partial.size(); i++) {
+        if (partial[i] != from) {
+            std::swap(partial[i], partial.back()); // take() takes of the last one
+            take(pool, pool.slabs[from].cls, owner, out);
+            return true;
+        }
+    }
+    return false;
+}
+
 void kvt_slab_free(slab_pool & pool, const frame & f) {
     slab & s = pool.slabs[f.slab];
     slab_class & c = pool.classes[s.cls];

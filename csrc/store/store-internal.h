@@ -47,6 +47,7 @@ struct page_entry {
     bool     dirty    = false;    // on the host: newer than any copy on disk
     bool     has_copy = false;    // the slot holds exactly this page
     bool     newest   = false;    // among the last written pages of its stream
+    bool     some_lost = false;   // some of its cells are lost: see kvt_array::lost
     bool     wanted   = false;    // in the read-ahead list and not read since
     bool     read_ahead = false;  // the frame was filled (or is being filled) by a read-ahead nobody has used yet
 };
@@ -62,6 +63,7 @@ struct kvt_array {
     int64_t     base = 0;         // of its range in the file
     uint64_t    slot_stride = 0;
     std::vector<std::vector<uint32_t>> newest; // per stream, last written first
+    std::vector<uint32_t> lost;   // [n_pages*page_tokens/32] bits of lost cells; empty until a page is dropped, never resized after
 };
 
 static const uint8_t LAYOUT_HOST = 0;
@@ -74,7 +76,7 @@ static const double KVT_READ_US_FAST = 40.0;
 static const double KVT_READ_US_SLOW = 1000.0;
 
 struct file_range { int64_t base; uint64_t n_bytes; };
-struct victim     { kvt_page_id id; uint64_t last_use; };  // as it was when chosen
+struct victim     { kvt_page_id id; uint64_t last_use, clock; };  // as it was when chosen
 
 struct kvt_store {
     kvt_store_params params = {};
@@ -121,6 +123,7 @@ struct kvt_store {
     kvt_store_stats stats = {};
 };
 
+static inline uint64_t store_host_held(const kvt_store * s) { return s->slabs.held_bytes + s->transit.held_bytes + s->reserved_bytes; }
 static inline page_entry & page_of(kvt_store * s, kvt_page_id id) { return s->arrays[id.array]->pages[id.page]; }
 static inline bool is_transit(const page_entry & p) { return p.f.data && p.f.slab == KVT_NO_SLAB; }
 static inline size_t frame_stride(const kvt_page_layout & l) { return l.page_bytes + sizeof(slot_trailer); }
@@ -146,7 +149,8 @@ void        store_wait  (kvt_store * s, store_lock & lk);
 void        store_notify(kvt_store * s);
 typedef decltype(kvt_offload_hooks::on_leave) kvt_offload_hooks::* hook_slot;
 // Calls a hook, if it is set, without the lock. The page is in our hands meanwhile (its io), so it and its array stay.
-void        store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data);
+void        store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data,
+                            kvt_tier tier = KVT_TIER_DISK);
 void        store_count_host(kvt_store * s, const kvt_page_layout & l, int sign);
 void        store_count_disk(kvt_store * s, const kvt_page_layout & l, int sign);
 void        store_note_peak (kvt_store * s);
@@ -176,12 +180,23 @@ void store_add_ahead     (kvt_store * s, kvt_array * a, const uint32_t * pages, 
 
 // array.cpp
 int  store_recall(kvt_store * s, store_lock & lk, kvt_page_id id);    // from disk to the host, to stay. INVALID: the array is gone
+void store_cancel_read(kvt_store * s, page_entry & p);                // the page is IO_QUEUED
+
+// lost.cpp
+int  store_lose(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page);            // not pinned, IO_NONE, with content
+void store_find_lost(kvt_array * a, uint32_t page);                                       // it has no content any more, nor had any
+static inline const uint32_t * store_lost_of(const kvt_array * a, uint32_t page) {
+    return a->pages[page].some_lost ? a->lost.data() + (size_t) page*(size_t) (a->params.geo.page_tokens/KVT_SUB) : nullptr;
+}
 
 // evict.cpp
 int  store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * out);
 int  store_make_room  (kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0);
 void store_free_host  (kvt_store * s, kvt_array * a, uint32_t page);
 void store_drop_host  (kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page);     // clean, not pinned, IO_NONE
+
+// compact.cpp
+size_t store_compact(kvt_store * s, store_lock & lk);                 // slabs that were given back
 
 // evict-lru.cpp
 const kvt_evict_policy * store_lru();

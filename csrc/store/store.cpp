@@ -68,12 +68,13 @@ hook_call::~hook_call() {
     store_notify(s);
 }
 
-void store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data) {
+void store_call_hook(kvt_store * s, store_lock & lk, hook_slot slot, const kvt_array * a, uint32_t page, const kvt_page_layout & l, const uint8_t * data,
+                     kvt_tier tier) {
     const auto   hook = s->hooks.*slot;
     void * const ctx  = s->hooks.ctx;
     if (hook) {
         const hook_call call(s, lk);
-        hook(ctx, { a->id, page }, a->params.layer, KVT_TIER_DISK, data, l.page_bytes, l.fmt_k, l.fmt_v);
+        hook(ctx, { a->id, page }, a->params.layer, tier, data, l.page_bytes, l.fmt_k, l.fmt_v);
     }
 }
 
@@ -96,7 +97,7 @@ void store_count_disk(kvt_store * s, const kvt_page_layout & l, int sign) {
 }
 
 void store_note_peak(kvt_store * s) {
-    s->stats.peak_host_bytes = std::max(s->stats.peak_host_bytes, s->slabs.held_bytes + s->transit.held_bytes + s->reserved_bytes);
+    s->stats.peak_host_bytes = std::max(s->stats.peak_host_bytes, store_host_held(s));
 }
 
 kvt_page_info store_page_info(const kvt_array * a, uint32_t page) {
@@ -114,6 +115,7 @@ kvt_page_info store_page_info(const kvt_array * a, uint32_t page) {
     i.fmt_v      = (uint8_t) l.fmt_v;
     i.dirty      = p.place == PLACE_HOST && p.dirty;
     i.pinned     = p.pins > 0;
+    i.some_lost  = p.some_lost;
     i.is_protected = p.place == PLACE_HOST && store_is_protected(a, page);
     return i;
 }
@@ -156,6 +158,8 @@ static int check_params(const struct kvt_store_params * p, std::string * err) {
         *err = "n_transit, n_protect_first and n_protect_last cannot be negative";
     } else if (p->disk_ops && (!p->disk_ops->read || !p->disk_ops->write)) {
         *err = "disk_ops needs read and write";
+    } else if (p->lossy && (p->disk_bytes > 0 || (p->dir && p->dir[0]))) {
+        *err = "a lossy store drops what has to leave, so it takes no disk tier";
     } else {
         return KVT_ERR_OK;
     }
@@ -284,8 +288,9 @@ void kvt_store_tick(struct kvt_store * s) {
 void kvt_store_get_stats(struct kvt_store * s, struct kvt_store_stats * out) {
     store_lock lk(s->mutex);
     *out = s->stats;
-    out->tier[KVT_TIER_HOST].held_bytes = s->slabs.held_bytes + s->transit.held_bytes + s->reserved_bytes;
+    out->tier[KVT_TIER_HOST].held_bytes = store_host_held(s);
     out->tier[KVT_TIER_HOST].used_bytes += s->reserved_bytes;
+    out->reserved_bytes = s->reserved_bytes;
 }
 
 int kvt_store_flush(struct kvt_store * s) {

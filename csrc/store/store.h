@@ -5,6 +5,7 @@
 //
 // Arrays. One array is the cells of one layer (all streams), cut into pages 0..n_pages-1. A page is in one place:
 //   absent  never written (reads as zeros), takes no bytes
+//   gone    absent too, but it had content, which was dropped for good: see "Lost cells"
 //   host    in a slab, readable without I/O
 //   disk    in the array's fixed range of the store's file: offset = array base + page * slot bytes (sparse file)
 //   both    host with a valid copy on disk (clean): its host frame can be dropped without a write
@@ -13,6 +14,11 @@
 // The host budget includes `n_transit` frames that reads of disk pages pass through when the policy does not admit the
 // page: an exact scan over a cache larger than the budget must not push out what is resident (every page is read once
 // per step, so admission would evict exactly the page that is needed next).
+//
+// Lost cells. A page's content can be dropped for good: by a move to KVT_TIER_NONE, or by the eviction of a store that is
+// opened `lossy` (which has no disk tier, and never lacks room while some page may go). All cells of such a page are
+// lost: a reader must not take the zeros that it finds for what was there. A gone page that is written again is zeroed,
+// and its cells are lost still, each until its writer says otherwise (kvt_array_set_lost).
 //
 // Threads. All functions may be called from any thread, except open/close and array add/remove, which the owner
 // serialises. Callbacks run on the thread that caused the move, without the store's lock held.
@@ -44,6 +50,7 @@ struct kvt_page_info {
     uint64_t born;          // clock at the first write
     uint8_t  tier, dirty, is_protected, pinned;
     uint8_t  fmt_k, fmt_v;  // on its tier
+    uint8_t  some_lost;     // some of its cells are lost; all of them, and the page gone, if tier is NONE
 };
 
 // Chooses which host pages leave. Called with the store's lock held: must not call the store, must not block.
@@ -56,10 +63,10 @@ struct kvt_evict_policy {
     size_t     (*choose)(void * ctx, const struct kvt_page_info * pages, size_t n_pages, size_t bytes_needed, uint32_t * victims, size_t n_max);
 };
 
-struct kvt_move { struct kvt_page_id id; uint8_t to_tier; uint8_t fmt_k, fmt_v; }; // fmt 255: the tier's own
+struct kvt_move { struct kvt_page_id id; uint8_t to_tier; uint8_t fmt_k, fmt_v; }; // fmt 255: the tier's own. NONE: dropped
 
-// Offload callbacks: a page is about to leave the host tier (on_leave, bytes as they are in the host frame), or has come
-// back (on_return). `data` is valid only during the call.
+// Offload callbacks: a page is about to leave the host tier (on_leave, bytes as they are in the host frame; to_tier NONE: it
+// will be gone), or has come back (on_return). `data` is valid only during the call.
 struct kvt_offload_hooks {
     void * ctx;
     void (*on_leave) (void * ctx, struct kvt_page_id id, int32_t layer, int to_tier,   const void * data, size_t n_bytes, int fmt_k, int fmt_v);
@@ -83,7 +90,11 @@ struct kvt_store_params {
     int32_t  n_transit;                    // frames for pages read but not admitted (0: the store chooses)
     int32_t  n_protect_first;              // first pages of each stream that never leave the host
     int32_t  n_protect_last;               // newest pages of each stream that never leave the host
+    int32_t  lossy;                        // 1: what has to leave the host is dropped. Not with a disk tier
     const struct kvt_disk_ops * disk_ops;  // (optional) NULL: pread/pwrite/fallocate
+    // (optional) a page has just become gone. Called with the store's lock held: must not call the store, must not block
+    void (*on_gone)(void * ctx, struct kvt_page_id id);
+    void * on_gone_ctx;
 };
 void kvt_store_params_default(struct kvt_store_params * p);
 
@@ -129,6 +140,7 @@ struct kvt_page_ref {
     const struct kvt_page_layout * layout;  // formats of this copy; owned by the array
     uint32_t  page;
     uint32_t  frame;                        // the store's own
+    const uint32_t * lost;                  // [page_tokens/32] bit t: cell t of these 32 is lost. NULL: no cell of the page is
 };
 
 enum kvt_access {
@@ -152,6 +164,13 @@ void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n);
 
 int  kvt_array_discard(struct kvt_array * a, uint32_t first, uint32_t n);   // become absent; waits for their I/O. INVALID if pinned
 int  kvt_array_info   (struct kvt_array * a, uint32_t page, struct kvt_page_info * out);
+int  kvt_array_infos  (struct kvt_array * a, struct kvt_page_info * out);   // of all pages: [n_pages]
+// Cells of one page, from `cell` (within the page) on, were written, or are copies of lost ones.
+int  kvt_array_set_lost(struct kvt_array * a, uint32_t page, int32_t cell, int32_t n, int lost);
+// Another host budget. Pages leave at once if they must. BUDGET: it cannot hold the least that arrays need; then it is as before.
+int  kvt_store_set_host_budget(struct kvt_store * s, uint64_t n_bytes);
+// Moves pages out of sparsely filled slabs as far as others have room, so that empty ones go back to the system.
+int  kvt_store_compact(struct kvt_store * s);
 // A policy's plan. Each move is tried; the count of those done is returned in n_done. Returns the first error, or 0.
 int  kvt_store_apply  (struct kvt_store * s, const struct kvt_move * moves, size_t n, size_t * n_done);
 int  kvt_store_flush  (struct kvt_store * s);                               // waits until no I/O is under way; first pending error
@@ -165,6 +184,8 @@ struct kvt_store_stats {
     uint64_t disk_read_bytes, disk_write_bytes, disk_reads, disk_writes;
     uint64_t stall_us;                     // time that acquires waited for I/O
     uint64_t peak_host_bytes;
+    uint64_t n_gone;                       // pages dropped so far; tier[NONE].n_pages: those that are gone now
+    uint64_t reserved_bytes;               // see kvt_store_reserve; part of what the host tier holds
 };
 void kvt_store_get_stats(struct kvt_store * s, struct kvt_store_stats * out);
 

@@ -48,6 +48,7 @@ struct memory_pages {
         const kvt_page_layout * layout = nullptr;
         uint8_t * data = nullptr;
         bool absent = false, missing = false;
+        std::vector<uint32_t> lost;   // bits of lost cells; empty: none. A page that is all ones and absent is gone
         int  pins = 0;
     };
     std::vector<page> pages;
@@ -83,8 +84,9 @@ struct memory_pages {
     }
 
     bool fails() { return n_acquired++ == fail_at; }
+    const uint32_t * lost_of(uint32_t i) const { return pages[i].lost.empty() ? nullptr : pages[i].lost.data(); }
     void give(uint32_t i, kvt_page_ref * out) {
-        *out = { pages[i].absent ? nullptr : pages[i].data, pages[i].layout, i, 0 };
+        *out = { pages[i].absent ? nullptr : pages[i].data, pages[i].layout, i, 0, lost_of(i) };
         if (!pages[i].absent) pages[i].pins++;
     }
     static int acquire_resident(void * ctx, const uint32_t * list, size_t n, kvt_page_ref * refs, uint32_t * out_missing, size_t * out_n) {
@@ -94,6 +96,7 @@ struct memory_pages {
         size_t n_missing = 0;
         for (size_t i = 0; i < n; i++) {
             refs[i].page = list[i];
+            refs[i].lost = m->lost_of(list[i]);
             if (m->pages[list[i]].missing) out_missing[n_missing++] = (uint32_t) i;
             else m->give(list[i], &refs[i]);
         }
@@ -145,6 +148,8 @@ static inline void attention_f64(const kvt_attention_op & op, const memory_pages
             x *= op.scale;
             if (op.softcap != 0.0f) x = op.softcap*std::tanh(x/op.softcap);
             if (mask) x = std::isinf(f16_value(mask[t])) ? -INFINITY : x + (op.slopes ? op.slopes[h] : 1.0)*f16_value(mask[t]);
+            const auto & lost = mem.pages[op.page_first + t/g.page_tokens].lost;
+            if (!lost.empty() && lost[t % g.page_tokens/32] >> t % 32 & 1) x = -INFINITY;
             s[t] = x;
             most = std::max(most, x);
         }

@@ -18,6 +18,7 @@ struct scenario {
     bool  softcap, sinks, mixed, mass;
     int   missing_every, absent_every;   // 0: none
     int   n_threads;
+    int   lost_every = 0;   // 0: no lost cells; else of these pages one is gone, one has lost subs, one lost cells
 };
 
 static std::string describe(const scenario & c, const char * isa) {
@@ -74,6 +75,11 @@ problem::problem(const scenario & c, uint32_t seed) : mem(PAGE_FIRST + (size_t) 
         }
         mem.pages[i].missing = c.missing_every && i % c.missing_every == 0;
         mem.pages[i].absent  = c.absent_every && i % c.absent_every == 1;
+        if (c.lost_every && i % c.lost_every < 3) {
+            const int kind = i % c.lost_every;
+            for (int s = 0; s < c.page_tokens/32; s++) mem.pages[i].lost.push_back(kind == 0 || (kind == 1 && s % 2) ? UINT32_MAX : kind == 1 ? 0 : rng());
+            if (kind == 0) mem.pages[i].absent = true, mem.pages[i].missing = false;
+        }
     }
     const int n_head_q = c.n_head_kv*c.group;
     q.resize((size_t) c.n_queries*n_head_q*c.d_k);
@@ -217,6 +223,11 @@ static std::vector<scenario> scenarios() {
     for (int every : { 1, 2, 3 }) for (int nq : { 1, 50 }) for (int pt : { 32, 128 }) {
         scenario c = BASE;
         c.n_kv = 3000; c.n_queries = nq; c.page_tokens = pt; c.missing_every = every; c.absent_every = 4; c.mixed = true; c.mass = true; c.mask = BLOCKY;
+        all.push_back(c);
+    }
+    for (int every : { 3, 4, 7 }) for (int nq : { 1, 2, 40, 200 }) for (int pt : { 32, 128 }) for (mask_kind m : { CAUSAL, RANDOM }) {
+        scenario c = BASE;
+        c.n_kv = 1500; c.n_queries = nq; c.page_tokens = pt; c.mask = m; c.mass = true; c.missing_every = every % 2 ? 2 : 0; c.lost_every = every; c.n_threads = 2;
         all.push_back(c);
     }
     scenario mla = { 1, 128, 576, 0, 512, 32, 3, 200, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false, false, true, 3, 0, 3 };

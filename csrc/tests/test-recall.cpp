@@ -117,7 +117,7 @@ void problem::set_values(const std::vector<float> & rows) {
             const size_t cell = (i - PAGE_FIRST)*c.page_tokens + t;
             if (cell < (size_t) c.n_kv) kvt_page_put_f32(l, mem.pages[i].data, KVT_PART_V, t, &values[cell*c.n_head_kv*c.d]);
         }
-        const kvt_page_ref ref = { mem.pages[i].data, l, (uint32_t) i, 0 };
+        const kvt_page_ref ref = { mem.pages[i].data, l, (uint32_t) i, 0, nullptr };
         for (int s = 0; s < c.page_tokens; s += KVT_SUB) kvt_digests_note_write(digests, &ref, s, KVT_SUB);
     }
 }

@@ -18,8 +18,9 @@ import cffi
 import numpy as np
 import numpy.typing as npt
 
-from .errors import LibraryError, NativeError, from_code
-from .figures import FORMATS, PAGE_FEATURES, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from .errors import InvalidArgumentError, LibraryError, NativeError, from_code
+from .figures import FORMATS, GONE, PAGE_FEATURES, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from .summary import Summary, SummaryCells, SummaryGroup
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
 _LIBRARY_NAME: Final = "libkvtier.so"
@@ -247,17 +248,59 @@ class Domain:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         """Move pages to a tier; returns how many were moved. Raises NativeError if one could not be."""
         n_done = _ffi.new("size_t *")
-        _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), TIERS.index(to_tier), n_done))
+        _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), _tier_index(to_tier), n_done))
         return int(n_done[0])
 
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
-        """Pages of an array that must make room leave in this order, lowest first, until the next call; float32 [n_pages].
+        """How much each page of an array is wanted, [n_pages]: the lowest scores leave first. Raises NativeError."""
+        scores = np.ascontiguousarray(scores, np.float32)
+        _check(_lib.kvt_domain_set_keep(self._open(), array, _ffi.from_buffer("float[]", scores), scores.size))
 
-        Does nothing where the library chooses victims by last use only. Raises NativeError.
-        """
-        if hasattr(_lib, "kvt_domain_set_keep"):
-            scores = np.ascontiguousarray(scores, np.float32)
-            _check(_lib.kvt_domain_set_keep(self._open(), array, _ffi.from_buffer("float[]", scores), len(scores)))
+    def read_page(self, array: int, page: int, part: int, out: npt.NDArray[np.float32]) -> None:
+        """Keys (0) or values (1) of a page into `out`, contiguous [page_tokens, n_head_kv, d]. Raises NativeError."""
+        _check(
+            _lib.kvt_domain_read_page(
+                self._open(), array, page, part, _ffi.from_buffer("float[]", out, require_writable=True), out.size
+            )
+        )
+
+    def set_summary(self, layer: LayerFigures, summary: Summary | None) -> None:
+        """What stands in for the dropped cells of a layer from the next step on. Raises NativeError."""
+        if summary is None:
+            _check(_lib.kvt_domain_set_summary(self._open(), layer.array, _ffi.NULL))
+            return
+        kept: list[Any] = []  # what the structs point to
+        raw = _ffi.new("kvt_summary *")
+        if summary.cells is not None:
+            _put_cells(raw, summary.cells, layer, kept)
+        raw.n_groups = len(summary.groups)
+        raw.groups = _ffi.NULL
+        if summary.groups:
+            groups = _ffi.new("kvt_summary_group[]", len(summary.groups))
+            kept.append(groups)
+            for i, group in enumerate(summary.groups):
+                _put_group(groups[i], group, layer, kept)
+            raw.groups = groups
+        _check(_lib.kvt_domain_set_summary(self._open(), layer.array, raw))
+
+    def summary_mass(self, array: int, n_max: int) -> npt.NDArray[np.float32]:
+        """Decayed mean attention mass of an array's summary: its cells, then each group. Raises NativeError."""
+        out = np.zeros(n_max, np.float32)
+        n = int(_lib.kvt_domain_summary_mass(self._open(), array, _ffi.from_buffer("float[]", out), n_max))
+        _check(n)
+        return out[:n]
+
+    def set_host_budget(self, n_bytes: int) -> None:
+        """Change the budget of the host tier; pages leave at once if it shrinks. Raises NativeError."""
+        _check(_lib.kvt_domain_set_host_budget(self._open(), n_bytes))
+
+    def reserve(self, n_bytes: int) -> None:
+        """Take a part of the host budget away from pages. Raises NativeError."""
+        _check(_lib.kvt_domain_reserve(self._open(), n_bytes))
+
+    def compact(self) -> None:
+        """Move pages together, so that memory that is only sparsely filled goes back to the system."""
+        _check(_lib.kvt_domain_compact(self._open()))
 
     def evict_every_step(self, on: bool) -> None:
         """A switch for tests: every page that may leave RAM does so after each step."""
@@ -273,6 +316,42 @@ def _tier_figures(raw: Any) -> TierFigures:
     budget = int(raw.budget_bytes)
     formats = {name: int(raw.bytes_by_format[i]) for i, name in enumerate(FORMATS)}
     return TierFigures(None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats)
+
+
+def _floats(array: npt.NDArray[np.float32], shape: tuple[int, ...], what: str, kept: list[Any]) -> Any:
+    array = np.ascontiguousarray(array, np.float32)
+    if array.shape != shape:
+        raise InvalidArgumentError(f"{what} of a summary has shape {array.shape}, not {shape}")
+    pointer = _ffi.from_buffer("float[]", array)
+    kept.append(pointer)
+    return pointer
+
+
+def _put_cells(raw: Any, cells: SummaryCells, layer: LayerFigures, kept: list[Any]) -> None:
+    n = cells.key.shape[1]
+    keys, values = (layer.n_head_kv, n, layer.d_k), (layer.n_head_kv, n, layer.d_v)
+    raw.n_cells = n
+    raw.fmt_cells = FORMATS.index(cells.fmt)
+    raw.key = _floats(cells.key, keys, "key", kept)
+    raw.value = _floats(cells.value, values, "value", kept)
+    raw.log_count = _floats(cells.log_count, keys[:2], "log_count", kept)
+    raw.key_var = _ffi.NULL if cells.key_var is None else _floats(cells.key_var, keys, "key_var", kept)
+
+
+def _put_group(raw: Any, group: SummaryGroup, layer: LayerFigures, kept: list[Any]) -> None:
+    raw.n = group.k_coord.shape[1]
+    raw.fmt_coord = FORMATS.index(group.fmt_coord)
+    raw.fmt_basis = FORMATS.index(group.fmt_basis)
+    for part, d in (("k", layer.d_k), ("v", layer.d_v)):
+        r = getattr(group, f"{part}_basis").shape[1]
+        setattr(raw, f"r_{part}", r)
+        shapes = {"mean": (layer.n_head_kv, d), "basis": (layer.n_head_kv, r, d), "coord": (layer.n_head_kv, int(raw.n), r)}
+        for name, shape in shapes.items():
+            setattr(raw, f"{part}_{name}", _floats(getattr(group, f"{part}_{name}"), shape, f"{part}_{name}", kept))
+
+
+def _tier_index(name: str) -> int:
+    return TIERS.index("none" if name == GONE else name)
 
 
 def _hook(hook: OffloadHook | None) -> Any:

@@ -8,6 +8,7 @@ from typing import Final
 
 TIERS: Final = ("none", "device", "host", "disk", "remote")  # in the order of the native library
 FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # in the order of the native library
+GONE: Final = "gone"  # what a move to the tier "none" makes of a page
 UNLIMITED: Final = (1 << 64) - 1
 PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")  # arrays per page that a library may give or not
 
@@ -46,6 +47,9 @@ class Figures:
     pages_read: int
     pages_skipped: int  # pages that the mask hides as a whole
     n_fallback: int  # operations on cache tensors that the CPU backend computed
+    n_gone: int  # pages dropped for good so far; tiers["none"].n_pages are gone now
+    reserved_bytes: int  # of what RAM holds: summaries of dropped pages
+    mass_lost: float  # what the mean attention mass of the dropped pages came to when they were dropped
     # bounded fidelity; a row is one query of one query head of one layer
     recall_rows: int = 0
     tokens_seen: int = 0  # keys scored, per KV head

@@ -14,6 +14,7 @@ from ._native import Domain, OffloadHook
 from .errors import NativeError
 from .figures import Figures, LayerFigures
 from .settings import KVSettings
+from .summary import Summary
 
 
 class _Borrowed:
@@ -167,12 +168,55 @@ class KVCache:
         self._domain.set_offload(on_leave, on_return)
 
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
-        """Move pages of an array (see LayerFigures.array) to "host" or "disk"; returns how many were moved."""
+        """Move pages of an array (see LayerFigures.array) to "host" or "disk"; returns how many were moved.
+
+        "gone" drops their content for good, where the settings are lossy; attention no longer sees their tokens.
+        """
         return self._domain.move(array, pages, to_tier)
 
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
-        """From now on, pages of an array that must make room leave in the order of `scores` [n_pages], lowest first."""
+        """Say how much each page of an array is wanted, [n_pages]: those with the lowest scores leave first.
+
+        Pages without content now, and those written later, count as infinitely wanted until the next call. Raises NativeError
+        if the scores are not those of all pages, or one is not a number.
+        """
         self._domain.set_keep(array, scores)
+
+    def read_page(self, figures: LayerFigures, page: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Keys [page_tokens, n_head_kv, d_k] and values [page_tokens, n_head_kv, d_v] of a page, as float32 copies.
+
+        Raises NativeError if the page has no content.
+        """
+        parts = []
+        for part, d in enumerate((figures.d_k, figures.d_v)):
+            parts.append(np.empty((figures.page_tokens, figures.n_head_kv, d), np.float32))
+            if d > 0:
+                self._domain.read_page(figures.array, page, part, parts[-1])
+        return parts[0], parts[1]
+
+    def set_summary(self, layer: LayerFigures, summary: Summary | None) -> None:
+        """Let a summary stand in for what was dropped of a layer, from the next step on; None: nothing does.
+
+        Its bytes count against the budget in RAM: pages leave if they must. It is seen by every query: use it for tokens that
+        come before all that is still asked. Raises NativeError, BudgetError if it does not fit.
+        """
+        self._domain.set_summary(layer, summary)
+
+    def summary_mass(self, layer: LayerFigures, n_max: int = 256) -> npt.NDArray[np.float32]:
+        """Decayed mean attention mass of a layer's summary: its cells, if there are any, then each group. At most [n_max]."""
+        return self._domain.summary_mass(layer.array, n_max)
+
+    def reserve(self, n_bytes: int) -> None:
+        """Set a part of the budget in RAM aside for summaries, so that they do not push out pages one by one."""
+        self._domain.reserve(n_bytes)
+
+    def set_host_budget(self, n_bytes: int) -> None:
+        """Change the budget in RAM. If it shrinks, pages leave at once. Raises BudgetError if too little would be left."""
+        self._domain.set_host_budget(n_bytes)
+
+    def compact(self) -> None:
+        """Move pages together in RAM, so that memory that is only sparsely filled goes back to the system."""
+        self._domain.compact()
 
     def evict_every_step(self, on: bool = True) -> None:
         """For tests: let every page that may leave RAM do so after each step."""

@@ -19,6 +19,7 @@ from .errors import (
     KvtierError,
     LlamaError,
     SettingsError,
+    UnsupportedError,
     from_code,
 )
 from .kv import CacheLease, KVCache
@@ -149,6 +150,16 @@ class Llama(llama_cpp.Llama):
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextLengthError(self.n_tokens + len(tokens), self._n_ctx)
         super().eval(tokens)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The model's state, cache included. Raises UnsupportedError if the cache is lossy and has dropped pages."""
+        n_gone = self._kv.figures.tiers["none"].n_pages
+        if n_gone > 0:
+            raise UnsupportedError(
+                f"the cache is lossy, and {n_gone:,} of its pages have been dropped: a saved state would show zeros in their place",
+                "Save the state before pages are dropped (a larger host budget), or use fidelity exact with a disk tier.",
+            )
+        return super().save_state()
 
     def close(self) -> None:
         """Free the model, its cache and its disk tier's files; waits for arrays that still point into the cache."""

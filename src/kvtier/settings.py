@@ -18,7 +18,7 @@ MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 DEFAULT_FORMAT: Final = "f16"
 WIDE_FORMATS: Final = ("f32", "f16", "bf16")
 COMPACT_KEYS: Final = "q8_0"  # of keys that stay in RAM
-FIDELITIES: Final = ("exact", "bounded:EPS")
+FIDELITIES: Final = ("exact", "bounded:EPS", "lossy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class KVSettings:
         page_tokens: tokens of one page, a multiple of 32; None: the library's own.
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
         protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
-        fidelity: "exact", or "bounded:EPS": a decode step may leave out values that carry at most EPS of the attention.
-            Keys then stay in RAM, in host_type_k (Q8_0 by default), and count against the host budget. None: exact.
+        fidelity: "exact"; or "bounded:EPS": a decode step may leave out values that carry at most EPS of the attention.
+            Keys then stay in RAM, in host_type_k (Q8_0 by default), and count against the host budget; or "lossy": what has
+            to leave RAM is dropped for good, so that memory is bounded without a disk tier. None: exact.
         read_budget: with bounded fidelity, the most values that one step reads per KV head; comes before EPS.
         mass_decay: factor by which older attention mass counts less per step, from 0 to below 1.
     """
@@ -88,6 +89,10 @@ class KVSettings:
             raise SettingsError(
                 f"the directory {self.dir} is given, but no budget for the disk tier",
                 "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.",
+            )
+        if self.fidelity == "lossy" and self.disk is not None:
+            raise SettingsError(
+                "lossy fidelity drops what has to leave RAM, but a disk tier is given too", "Leave --kv-disk out."
             )
         if self.disk == 0:
             raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
@@ -167,7 +172,7 @@ def _fidelity(value: str | None) -> str | None:
     if value is None:
         return None
     kind, colon, eps = value.strip().lower().partition(":")
-    if kind == "exact" and not colon:
+    if kind in ("exact", "lossy") and not colon:
         return kind
     try:
         if kind == "bounded" and 0.0 < float(eps) < 1.0:

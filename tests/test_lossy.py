@@ -1,0 +1,250 @@
+"""Lossy fidelity: memory is bounded without a disk, and what had to leave is not seen any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier import Llama
+from kvtier.errors import BudgetError, NativeError, SettingsError, UnsupportedError
+from kvtier.settings import KVSettings
+from kvtier.summary import Summary, SummaryCells, SummaryGroup
+
+from .test_sequences import kl
+from .texts import source_text
+
+N_TOKENS = 3000
+N_PREDICT = 24
+N_CTX = 3328
+PAGE_BYTES = 32 * 3 * 64 * 2 * 2  # SmolLM2: 32 tokens of 3 KV heads, 64 channels each of K and V, F16
+N_LAYERS = 30
+ALL_BYTES = (N_TOKENS + N_PREDICT + 31) // 32 * N_LAYERS * PAGE_BYTES
+
+
+def open_lossy(path: Path, budget: int, n_ctx: int = N_CTX) -> Llama:
+    settings = KVSettings(host=budget, fidelity="lossy")
+    return Llama(str(path), n_ctx=n_ctx, n_batch=256, n_ubatch=256, verbose=False, seed=1, kv_settings=settings)
+
+
+def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
+    prompt = llm.tokenize(source_text().encode())[:n_tokens]
+    for first in range(0, len(prompt), 256):
+        llm.eval(prompt[first : first + 256])
+    tokens = []
+    for _ in range(N_PREDICT):
+        tokens.append(llm.sample(temp=0.0))
+        llm.eval(tokens[-1:])
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2_path: Path) -> list[int]:
+    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, verbose=False, seed=1) as llm:
+        return generate(llm)
+
+
+def test_half_of_the_cache_is_enough_to_go_on(smollm2_path: Path) -> None:
+    budget = ALL_BYTES // 2
+    with open_lossy(smollm2_path, budget) as llm:
+        tokens = generate(llm)
+        figures = llm.kv.figures
+        assert len(tokens) == N_PREDICT
+        assert figures.peak_host_bytes <= budget
+        assert figures.tiers["disk"].n_pages == 0 and figures.disk_writes == 0
+        n_all = (N_TOKENS + N_PREDICT + 31) // 32 * N_LAYERS
+        assert figures.tiers["none"].n_pages + figures.tiers["host"].n_pages == n_all
+        assert figures.n_gone == figures.tiers["none"].n_pages >= n_all // 2
+        assert figures.mass_lost > 0.0
+        for i in range(llm.kv.n_layers):  # the first page and the newest two are never dropped
+            tier = llm.kv.pages(i).tier[: (N_TOKENS + N_PREDICT + 31) // 32]
+            assert tier[0] == 2 and (tier[-2:] == 2).all()
+
+
+def test_a_budget_for_everything_gives_the_tokens_of_exact(smollm2_path: Path, exact: list[int]) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES * 5 // 4) as llm:
+        assert generate(llm) == exact
+        assert llm.kv.figures.n_gone == 0
+
+
+def test_a_page_that_is_dropped_is_masked_not_zero(smollm2_path: Path) -> None:
+    """Dropping a page gives the distribution of a cache in which those tokens are hidden: here by removing them from it."""
+    logits = {}
+    for how in ("whole", "gone", "removed"):
+        with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+            text = llm.tokenize(source_text().encode())[:300]
+            llm.eval(text[:256])
+            if how == "gone":
+                for mass in llm.kv.layers():
+                    assert llm.kv.move(mass.figures.array, [2, 3], "gone") == 2
+                assert llm.kv.figures.n_gone == 2 * N_LAYERS
+            elif how == "removed":
+                assert llm._ctx.kv_cache_seq_rm(0, 64, 128)
+            llm.eval(text[256:257])
+            logits[how] = np.array(llm._ctx.get_logits()[: llm.n_vocab()], np.float64)
+    assert kl(logits["removed"], logits["gone"]) < 0.002
+    assert kl(logits["whole"], logits["gone"]) > 0.01
+
+
+def identity_summary(llm: Llama, index: int, pages: list[int], fmt: str) -> Summary:
+    """All of some pages in as many dimensions as they have, so nothing is lost but by the format."""
+    layer = llm.kv.layer(index).figures
+    parts = [llm.kv.read_page(layer, page) for page in pages]
+    keys, values = (np.concatenate([p[i] for p in parts]).transpose(1, 0, 2) for i in range(2))
+    eye = np.broadcast_to(np.eye(layer.d_k, dtype=np.float32), (layer.n_head_kv, layer.d_k, layer.d_k))
+    zero = np.zeros((layer.n_head_kv, layer.d_k), np.float32)
+    half = keys.shape[1] // 2
+    cells = SummaryCells(keys[:, :half], values[:, :half], np.zeros((layer.n_head_kv, half), np.float32), fmt=fmt)
+    group = SummaryGroup(zero, eye, keys[:, half:], zero, eye, values[:, half:], fmt_coord=fmt)
+    return Summary(cells, (group,))
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q8_0"])
+@pytest.mark.parametrize("n_last", [1, 32])
+def test_a_summary_stands_in_for_dropped_pages(smollm2_path: Path, fmt: str, n_last: int) -> None:
+    """A summary that holds all there was gives the distribution of the whole cache, at decode and in a prefill."""
+    logits = {}
+    for how in ("whole", "gone", "summary"):
+        with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+            text = llm.tokenize(source_text().encode())[:300]
+            llm.eval(text[:256])
+            for i in range(N_LAYERS if how != "whole" else 0):
+                summary = identity_summary(llm, i, [2, 3, 4], fmt)
+                llm.kv.move(llm.kv.layer(i).figures.array, [2, 3, 4], "gone")
+                if how == "summary":
+                    llm.kv.set_summary(llm.kv.layer(i).figures, summary)
+            llm.eval(text[256 : 256 + n_last])
+            logits[how] = np.array(llm._ctx.get_logits()[: llm.n_vocab()], np.float64)
+            if how == "summary":
+                assert llm.kv.figures.reserved_bytes > 0
+                mass = llm.kv.summary_mass(llm.kv.layer(3).figures)
+                assert mass.shape == (2,) and (mass > 0).all()
+                llm.kv.set_summary(llm.kv.layer(3).figures, None)
+                assert llm.kv.summary_mass(llm.kv.layer(3).figures).shape == (0,)
+    near = kl(logits["whole"], logits["summary"])
+    far = kl(logits["whole"], logits["gone"])
+    assert far > 0.01 and near < far / 4
+
+
+def test_a_summary_is_paid_for(smollm2_path: Path) -> None:
+    budget = 24 * N_LAYERS * PAGE_BYTES
+    with open_lossy(smollm2_path, budget, n_ctx=1024) as llm:
+        text = llm.tokenize(source_text().encode())[:900]
+        for first in range(0, 768, 256):
+            llm.eval(text[first : first + 256])
+        layer = llm.kv.layer(0).figures
+        n_gone = llm.kv.figures.n_gone
+        llm.kv.reserve(budget // 8)
+        figures = llm.kv.figures
+        assert figures.reserved_bytes == budget // 8 and figures.n_gone > n_gone
+        llm.kv.set_summary(layer, identity_summary(llm, 0, [22], "f32"))
+        assert llm.kv.figures.reserved_bytes == budget // 8
+        n = 4096
+        big = SummaryCells(np.zeros((3, n, 64), np.float32), np.zeros((3, n, 64), np.float32), np.zeros((3, n), np.float32), fmt="f32")
+        for i in range(3):
+            llm.kv.set_summary(llm.kv.layer(i).figures, Summary(big))
+            figures = llm.kv.figures
+            assert figures.tiers["host"].held_bytes <= budget
+        assert figures.reserved_bytes > 2 * n * 3 * 64 * 4 * 3
+        with pytest.raises(BudgetError):
+            llm.kv.set_summary(llm.kv.layer(3).figures, Summary(big))
+        llm.eval(text[768:800])
+        assert llm.kv.figures.peak_host_bytes <= budget
+        with pytest.raises(NativeError, match="shape"):
+            llm.kv.set_summary(layer, Summary(SummaryCells(big.key[:2], big.value, big.log_count)))
+        with pytest.raises(NativeError, match="not a number"):
+            llm.kv.set_summary(layer, Summary(SummaryCells(big.key[:, :4] * np.nan, big.value[:, :4], big.log_count[:, :4])))
+
+
+def test_moves_to_nowhere(smollm2_path: Path) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+        llm.eval(llm.tokenize(source_text().encode())[:300])
+        layer = llm.kv.layers()[0].figures
+        keys, values = llm.kv.read_page(layer, 4)
+        assert keys.shape == (32, 3, 64) and values.shape == (32, 3, 64)
+        assert np.isfinite(keys).all() and np.abs(keys).max() > 0
+        llm.kv.move(layer.array, [4], "gone")
+        with pytest.raises(NativeError, match="dropped"):
+            llm.kv.read_page(layer, 4)
+        assert llm.kv.layer(0).page_mean[4] == 0.0
+        for page, why in ((0, "protected"), (9, "protected"), (20, "no content")):
+            with pytest.raises(NativeError, match=why):
+                llm.kv.move(layer.array, [page], "gone")
+
+
+def test_what_is_least_wanted_leaves_first(smollm2_path: Path) -> None:
+    budget = 24 * N_LAYERS * PAGE_BYTES
+    with open_lossy(smollm2_path, budget, n_ctx=1024) as llm:
+        text = llm.tokenize(source_text().encode())[:900]
+        for first in range(0, 512, 256):
+            llm.eval(text[first : first + 256])
+        scores = np.full(32, 1.0, np.float32)
+        scores[5:9] = 0.0
+        for mass in llm.kv.layers():
+            llm.kv.set_keep(mass.figures.array, scores)
+        n_gone = llm.kv.figures.n_gone
+        i = 512
+        while llm.kv.figures.n_gone < n_gone + 3 * N_LAYERS:
+            llm.eval(text[i : i + 1])
+            i += 1
+        gone = np.array([llm.kv.pages(k).tier[:16] == 0 for k in range(N_LAYERS)])
+        assert gone[:, 5:9].sum() >= 3 * N_LAYERS
+        assert not gone[:, 1:5].any() and not gone[:, 9:].any()
+        with pytest.raises(NativeError, match="not a number"):
+            llm.kv.set_keep(llm.kv.layers()[0].figures.array, np.full(32, np.nan, np.float32))
+        with pytest.raises(NativeError, match="32 pages"):
+            llm.kv.set_keep(llm.kv.layers()[0].figures.array, np.zeros(3, np.float32))
+
+
+def test_the_budget_can_shrink_and_grow(smollm2_path: Path) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+        text = llm.tokenize(source_text().encode())[:900]
+        llm.eval(text[:256])
+        llm.eval(text[256:512])
+        small = 10 * N_LAYERS * PAGE_BYTES
+        llm.kv.set_host_budget(small)
+        assert llm.kv.figures.tiers["host"].held_bytes <= small
+        assert llm.kv.figures.n_gone >= 5 * N_LAYERS
+        with pytest.raises(BudgetError):
+            llm.kv.set_host_budget(2 * N_LAYERS * PAGE_BYTES)
+        llm.eval(text[512:768])
+        assert llm.kv.figures.tiers["host"].held_bytes <= small
+        llm.kv.set_host_budget(ALL_BYTES)
+        n_gone = llm.kv.figures.n_gone
+        llm.eval(text[768:896])
+        assert llm.kv.figures.n_gone == n_gone
+
+
+def test_a_lossy_state_is_refused(smollm2_path: Path) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+        llm.eval(llm.tokenize(source_text().encode())[:300])
+        llm.save_state()  # nothing is gone yet
+        llm.kv.move(llm.kv.layers()[0].figures.array, [4], "gone")
+        with pytest.raises(UnsupportedError, match="lossy"):
+            llm.save_state()
+        llm.eval([1])  # and the model goes on
+
+
+def test_a_shift_of_positions_keeps_what_is_gone_gone(smollm2_path: Path) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+        text = llm.tokenize(source_text().encode())[:300]
+        llm.eval(text[:256])
+        for mass in llm.kv.layers():
+            llm.kv.move(mass.figures.array, [4], "gone")
+        assert llm._ctx.kv_cache_seq_rm(0, 32, 64)
+        llm._ctx.kv_cache_seq_shift(0, 64, 256, -32)
+        llm.n_tokens = 224
+        llm.eval(text[256:260])
+        assert llm.kv.figures.tiers["none"].n_pages == N_LAYERS
+
+
+def test_settings_that_cannot_be(smollm2_path: Path) -> None:
+    with pytest.raises(SettingsError, match="disk"):
+        KVSettings(host=1 << 24, disk=1 << 30, fidelity="lossy")
+    with pytest.raises(BudgetError, match="never dropped"), open_lossy(smollm2_path, 2 * N_LAYERS * PAGE_BYTES) as llm:
+        llm.eval([1, 2, 3])
+    with Llama(str(smollm2_path), n_ctx=512, verbose=False) as llm:
+        llm.eval(llm.tokenize(source_text().encode())[:200])
+        with pytest.raises(NativeError, match="lossy"):
+            llm.kv.move(llm.kv.layers()[0].figures.array, [2], "gone")

@@ -140,15 +140,15 @@ def test_a_summary_is_paid_for(smollm2_path: Path) -> None:
         assert figures.reserved_bytes == budget // 8 and figures.n_gone > n_gone
         llm.kv.set_summary(layer, identity_summary(llm, 0, [22], "f32"))
         assert llm.kv.figures.reserved_bytes == budget // 8
-        n = 4096
+        n = 2048
         big = SummaryCells(np.zeros((3, n, 64), np.float32), np.zeros((3, n, 64), np.float32), np.zeros((3, n), np.float32), fmt="f32")
-        for i in range(3):
+        for i in range(4):
             llm.kv.set_summary(llm.kv.layer(i).figures, Summary(big))
             figures = llm.kv.figures
             assert figures.tiers["host"].held_bytes <= budget
-        assert figures.reserved_bytes > 2 * n * 3 * 64 * 4 * 3
+        assert figures.reserved_bytes > 4 * n * 3 * 64 * 2 * 4
         with pytest.raises(BudgetError):
-            llm.kv.set_summary(llm.kv.layer(3).figures, Summary(big))
+            llm.kv.set_summary(llm.kv.layer(4).figures, Summary(big))
         llm.eval(text[768:800])
         assert llm.kv.figures.peak_host_bytes <= budget
         with pytest.raises(NativeError, match="shape"):

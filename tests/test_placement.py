@@ -12,6 +12,9 @@ import pytest
 from kvtier import Llama
 from kvtier.errors import UsageError
 from kvtier.figures import UNLIMITED
+from kvtier.measuring.config import Opening
+from kvtier.measuring.engine import Engine
+from kvtier.measuring.spec import parse_spec
 from kvtier.placement import Placement, Planner
 from kvtier.policies import Budgets, PageStats, Plan, place
 from kvtier.policies.base import GONE, Observation
@@ -183,3 +186,31 @@ def test_a_policy_hears_and_sees_what_is_there(which: str, request: pytest.Fixtu
         assert stats.mass_max[of_layer].max() <= 1.05
     windows = [layer for layer in np.unique(stats.layer) if stats.protected[stats.layer == layer].all()]
     assert len(windows) == (0 if which == "smollm2_path" else 15)
+
+
+def test_measuring_with_a_policy_is_the_same_each_time(smollm2_path: Path, tmp_path: Path) -> None:
+    """In a measurement plans are made between steps: which pages are in RAM after each token does not depend on time."""
+
+    def run(policy: str) -> tuple[list[bytes], int]:
+        config = parse_spec(f"kvtier:f16,host=10MiB,disk=1GiB,dir={tmp_path}{policy}")
+        engine = Engine(Opening(str(smollm2_path), config, 512, 1, n_batch=128))
+        try:
+            tokens = engine.tokenize(source_text()[:6000].encode())[:420]
+            engine.prefill(tokens[:384])
+            placed = []
+            for token in tokens[384:]:
+                engine.decode([token])
+                pages = engine.pages()
+                assert pages is not None
+                placed.append(pages.tier.tobytes())
+            return placed, engine.n_plans()
+        finally:
+            engine.close()
+
+    first, n_plans = run(",policy=h2o")
+    again, _ = run(",policy=h2o")
+    plain, none = run("")
+    assert first == again
+    assert first != plain
+    assert n_plans >= 5
+    assert none == 0

@@ -123,3 +123,15 @@ def test_what_python_accepts_the_library_accepts(
         raise
     except NativeError as err:
         assert "budget" in str(err)  # a budget may be too small for this page size, but that is no syntax error
+
+
+def test_what_is_written_for_the_library_can_be_read_again(tmp_path: Path) -> None:
+    for settings in (
+        KVSettings(),
+        KVSettings(host="1GiB", disk="2GiB", dir=tmp_path / "a,b", host_type_k="q8_0", disk_type_v="q4_0", page_tokens=64, io_threads=2),
+        KVSettings(protect_first=0, protect_last=3, mass_decay=0.5, fidelity="bounded:0.05", read_budget=100),
+    ):
+        again = KVSettings.from_native(settings.to_native())
+        assert again == settings
+    with pytest.raises(SettingsError, match="no setting 'colour'"):
+        KVSettings.from_native("colour=red\n")

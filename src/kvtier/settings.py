@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_type_hints
 
 from .errors import SettingsError
 from .figures import FORMATS
@@ -155,6 +155,20 @@ class KVSettings:
             ("read-budget", self.read_budget),
         )
         return "".join(f"{key}={value}\n" for key, value in pairs if value is not None)
+
+    @classmethod
+    def from_native(cls, text: str) -> KVSettings:
+        """The settings that `to_native` wrote. Raises SettingsError."""
+        values: dict[str, Any] = {}
+        names = {field.name for field in fields(cls)}
+        for key, equals, value in (line.partition("=") for line in text.splitlines()):
+            name = key.replace("-", "_").replace("host_k", "host_type_k").replace("host_v", "host_type_v")
+            name = name.replace("disk_k", "disk_type_k").replace("disk_v", "disk_type_v")
+            if not equals or name not in names:
+                raise SettingsError(f"there is no setting '{key}'", f"Settings: {', '.join(sorted(names))}.")
+            hint = str(get_type_hints(cls)[name])
+            values[name] = float(value) if "float" in hint else bool(int(value)) if "bool" in hint else int(value) if "int" in hint else value
+        return cls(**values)
 
 
 def _bytes(name: str, value: str | int | None) -> int | None:

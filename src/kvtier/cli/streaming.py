@@ -45,5 +45,7 @@ def streaming(llm: Llama, generation: Generation, stop: StopFlag, as_json: bool,
 
 
 def _preset(llm: Llama) -> str:
-    placement = getattr(llm, "placement", None)
-    return "" if placement is None else str(placement.figures.policy)
+    if llm.placement is None:
+        return ""
+    figures = llm.placement.figures
+    return f"{figures.policy}, {figures.state}" if figures.state else figures.policy

@@ -20,7 +20,7 @@ class Configuration:
     """One engine with one way of keeping the KV cache.
 
     `type_k` and `type_v` are llama.cpp's nominal types. `settings` is kvtier's settings string (``host=2GiB,...``),
-    empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on.
+    empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on. `policy` places kvtier's pages; empty: the library's own.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Configuration:
     type_v: str = "f16"
     flash_attn: bool = True
     settings: str = ""
+    policy: str = ""
 
     def __post_init__(self) -> None:
         for kind in (self.type_k, self.type_v):

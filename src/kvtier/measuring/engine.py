@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..settings import KVSettings
 from . import state as states
-from .config import GGML_TYPES, Opening
+from .config import GGML_TYPES, Configuration, Opening
 from .errors import MeasuringError, StateLayoutError
 
 _TEMPLATE_TOKENS = 256  # real tokens whose cells fill a longer context
@@ -51,6 +52,7 @@ class Engine:
         self._log = _quiet_log()
         llama_cpp.llama_backend_init()
         self._domain: Any = None
+        self._placement: Any = None
         self._model: Any = None
         self._ctx: Any = None
         try:
@@ -88,7 +90,19 @@ class Engine:
         device = runtime.load().device
         opening.config.make_directory()
         self._domain = _native.Domain(opening.config.settings)
+        if opening.config.policy:
+            self._start_policy(opening.config)
         return device
+
+    def _start_policy(self, config: Configuration) -> None:
+        """A policy that makes its plans between steps rather than beside them: the same run gives the same figures."""
+        from ..kv import CacheLease, KVCache
+        from ..placement import KVEngine, Placement
+        from ..policies.registry import create
+
+        cache = KVCache(self._domain, CacheLease(lambda: None), KVSettings.from_native(config.settings))
+        self._pages = KVEngine(cache)
+        self._placement = Placement(self._pages, create(config.policy), report=lambda _text: None)
 
     def _failure(self, what: str) -> Exception:
         """The error for a failed call: with what the native library or llama.cpp's log has to say."""
@@ -125,6 +139,8 @@ class Engine:
         self._free()
 
     def _free(self) -> None:
+        if self._placement is not None:
+            self._placement.stop()
         if self._ctx is not None:
             self._lib.llama_free(self._ctx)
         if self._model is not None:
@@ -132,7 +148,7 @@ class Engine:
         if self._domain is not None:
             self._domain.unbind()
             self._domain.close()
-        self._ctx = self._model = self._domain = None
+        self._ctx = self._model = self._domain = self._placement = None
 
     # what the model is
 
@@ -149,6 +165,10 @@ class Engine:
             return 0
         figures = self._domain.figures()
         return int(figures.k_bytes_read + figures.v_bytes_read)
+
+    def n_plans(self) -> int:
+        """Plans of the policy that were carried out so far; 0 without one."""
+        return int(self._placement.figures.n_plans) if self._placement is not None else 0
 
     def counts(self) -> dict[str, Any]:
         """kvtier's figures so far, tiers left out; empty for stock."""
@@ -229,6 +249,12 @@ class Engine:
             raise self._failure(f"llama_decode answered {rc} at position {self.n_past} of {self._opening.n_ctx}")
         self._lib.llama_synchronize(self._ctx)
         self.n_past += n
+        if self._placement is not None:
+            self._pages.advance(tokens)
+            self._placement.advance(n)
+            self._placement.settle()
+            if self._placement.figures.problem:
+                raise MeasuringError(f"the policy {self._opening.config.policy} failed: {self._placement.figures.problem}")
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Process `tokens` in batches of `n_batch`; seconds. Only the very last has logits."""

@@ -1,7 +1,8 @@
 """Configurations as people write them, for example `kvtier:q8_0,host=64MiB,disk=1GiB` or `stock:f16`.
 
 Before the colon stands the engine, after it are settings with commas between them. A setting without a key is the
-cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`.
+cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`; `policy` names who places
+the pages.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from dataclasses import fields
 from typing import Any, Final, get_args, get_type_hints
 
 from ..errors import KvtierError, UsageError
+from ..policies.registry import create as create_policy
 from ..settings import KVSettings
 from ..sizes import parse_tokens
 from .config import GGML_TYPES, Configuration, EngineName
 
 ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 CACHE_KEYS: Final = ("cache", "cache-k", "cache-v")
+POLICY_KEY: Final = "policy"
 STOCK_KEYS: Final = (*CACHE_KEYS, "flash-attn")
 _BYTES: Final = ("host", "disk")  # KVSettings understands their text
 _SHORT: Final = {"host-k": "host-type-k", "host-v": "host-type-v", "disk-k": "disk-type-k", "disk-v": "disk-type-v"}
@@ -40,16 +43,19 @@ def parse_spec(text: str) -> Configuration:
             f"{text!r} is no configuration: it must begin with {' or '.join(f'{name}:' for name in ENGINES)}",
             "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.",
         )
-    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys()))
+    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), POLICY_KEY))
+    policy = pairs.pop(POLICY_KEY, "")
     type_k, type_v = _cache_types(spec, pairs)
     try:
         if engine == "stock":
             flash_attn = _switch(pairs.get("flash-attn", "on"))
             return Configuration(spec, "stock", type_k, type_v, flash_attn)
+        if policy:
+            create_policy(policy)  # an unknown name is an error here
         settings = _settings(spec, pairs).with_cache_types(type_k, type_v)
         # llama.cpp casts a nominal F32 cache to F16 as a whole at every step; the rows reach us in F32 either way.
         nominal = ["f16" if kind == "f32" else kind for kind in (type_k, type_v)]
-        return Configuration(spec, "kvtier", nominal[0], nominal[1], settings=settings.to_native())
+        return Configuration(spec, "kvtier", nominal[0], nominal[1], settings=settings.to_native(), policy=policy)
     except SpecError:
         raise
     except (KvtierError, ValueError) as error:

@@ -150,7 +150,10 @@ def test_a_row_belongs_to_everything_it_was_measured_with() -> None:
     assert len(keys) == 1 + len(default_rows()) + len(context)
     assert row_key(stock_row("q8_0"), context) in keys
     assert row_key(parse_spec("stock:q8_0"), context) in keys  # whatever it is called
-    varied = [f"kvtier:f16,{pair}" for pair in ("host=1MiB", "host=2MiB", "disk=1GiB", "mass-decay=0.5", "cache-v=q8_0", "host-v=q8_0,disk=1G")]
+    varied = [
+        f"kvtier:f16,{pair}"
+        for pair in ("host=1MiB", "host=2MiB", "disk=1GiB", "mass-decay=0.5", "cache-v=q8_0", "host-v=q8_0,disk=1G", "policy=lru", "policy=h2o")
+    ]
     assert len({row_key(parse_spec(spec), context) for spec in varied} | keys) == len(varied) + len(keys)
 
 
@@ -164,6 +167,9 @@ def test_a_spec_says_everything_that_settings_can() -> None:
     assert parse_spec("stock:cache-k=q8_0,cache-v=f16").type_k == "q8_0"
     assert replace(parse_spec("stock:f32,flash-attn=off"), name=REFERENCE.name) == REFERENCE
     assert {"host", "disk", "dir", "mass-decay"} <= set(setting_keys())
+    bounded = parse_spec("kvtier:fidelity=bounded:0.05,read-budget=1k,policy=h2o")
+    assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=f16"} == set(bounded.settings.split()) - {"disk-k=q8_0", "disk-v=f16"}
+    assert bounded.policy == "h2o"
     (exact, named) = find_rows(["exact", "kvtier f16", "exact"])
     assert replace(exact, name="") == replace(named, name="")
 
@@ -184,6 +190,11 @@ def test_a_spec_says_everything_that_settings_can() -> None:
         ("kvtier:mass-decay=x", "mass-decay"),
         ("kvtier:mass-decay=1.5", "mass_decay is 1.5"),
         ("kvtier:dir=/tmp", "no budget for the disk tier"),
+        ("kvtier:fidelity=perfect", "fidelity is 'perfect'.*\\n.*bounded:0.05"),
+        ("kvtier:fidelity=bounded:2", "EPS between 0 and 1"),
+        ("kvtier:read-budget=64", "an exact step reads everything"),
+        ("kvtier:policy=best", "no policy is called 'best'.*\\n.*h2o"),
+        ("stock:policy=h2o", "no setting 'policy'"),
         ("stock:f16,flash-attn=maybe", "neither on nor off"),
     ],
 )
@@ -348,6 +359,21 @@ def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, 
         engine.close()
     assert np.mean(shares) > 0.01
     return float(np.mean(shares))
+
+
+def test_a_policy_in_a_row_decides_and_is_repeatable(smollm2_path: Path, tmp_path: Path) -> None:
+    pages = "kvtier:host=5MiB,disk=1GiB,policy="
+    names = [pages + "sink_window", pages + "h2o"]
+    plan = EvaluationPlan(smollm2_path, library_text(), 400, 8, 1, False, *_rows("exact", *names))
+    first = evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
+    again = evaluate(plan, RowFile(tmp_path / "again.jsonl"), lambda *_: None)
+    for row, repeated in zip(first.rows, again.rows, strict=True):
+        assert row.divergence.max_kl == 0.0  # wherever pages are, every one is read
+        assert row.readings.hit_rate is not None
+        assert 0 < row.readings.hit_rate < 1
+        assert row.readings.hit_rate == repeated.readings.hit_rate
+    hits = [row.readings.hit_rate for row in first.rows]
+    assert hits[0] != hits[1]
 
 
 def test_shares_of_layers() -> None:

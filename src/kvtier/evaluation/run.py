@@ -140,11 +140,26 @@ def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
 
 
 def build_of(config: Configuration) -> str:
-    """What engine a row was measured with: llama-cpp-python's version, and for kvtier the plug-in's hash."""
+    """What engine a row was measured with: llama-cpp-python's version, for kvtier the plug-in's hash, and a policy's."""
     import llama_cpp
 
-    version = str(llama_cpp.__version__)
-    return version if config.engine == "stock" else f"{version} {sha256_of(library_path())}"
+    parts = [str(llama_cpp.__version__)]
+    if config.engine != "stock":
+        parts.append(sha256_of(library_path()))
+    if config.policy:
+        parts.append(_policies_hash())
+    return " ".join(parts)
+
+
+def _policies_hash() -> str:
+    """Of everything that the built-in policies' decisions come from."""
+    root = Path(__file__).parents[1]
+    files = [root / "placement.py", *sorted((root / "policies").glob("*.py")), *sorted((root / "scorer").glob("*"))]
+    digest = hashlib.sha256()
+    for path in files:
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def evaluate(plan: EvaluationPlan, file: RowFile, report: Report, keep_logits: bool = False) -> Evaluation:

@@ -101,7 +101,7 @@ class Engine:
         from ..policies.registry import create
 
         cache = KVCache(self._domain, CacheLease(lambda: None), KVSettings.from_native(config.settings))
-        self._pages = KVEngine(cache)
+        self._pages = KVEngine(cache, lambda tokens: self.text(tokens))
         self._placement = Placement(self._pages, create(config.policy), report=lambda _text: None)
 
     def _failure(self, what: str) -> Exception:

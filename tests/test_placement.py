@@ -17,7 +17,7 @@ from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
 from kvtier.placement import Placement, Planner
 from kvtier.policies import Budgets, PageStats, Plan, place
-from kvtier.policies.base import GONE, Observation
+from kvtier.policies.base import GONE, HOST, Observation
 from kvtier.policies.registry import DEFAULT
 from kvtier.policies.validate import check_stats
 from kvtier.simulator.engine import TraceEngine
@@ -214,3 +214,27 @@ def test_measuring_with_a_policy_is_the_same_each_time(smollm2_path: Path, tmp_p
     assert first != plain
     assert n_plans >= 5
     assert none == 0
+
+
+@pytest.mark.parametrize("policy", ["delta", "sink_window"])
+def test_lossy_memory_is_bounded_and_the_policy_says_what_leaves(policy: str, smollm2_path: Path) -> None:
+    config = parse_spec(f"kvtier:f16,host=8MiB,fidelity=lossy,policy={policy}")
+    engine = Engine(Opening(str(smollm2_path), config, 1024, 1, n_batch=128))
+    try:
+        tokens = engine.tokenize(source_text()[:9000].encode())[:608]
+        engine.prefill(tokens[:512])
+        for token in tokens[512:]:
+            engine.decode([token])
+            figures = engine.counts()
+            assert figures["peak_host_bytes"] <= 8 << 20
+        pages = engine.pages()
+        assert pages is not None
+        assert figures["n_gone"] > 50
+        assert engine.n_plans() >= 6
+        of_layer = pages.tier[pages.layer == 0]
+        held = np.flatnonzero(of_layer == HOST)
+        assert {0, 17, 18} <= set(held.tolist())  # protected: the first page and the newest two
+        if policy == "sink_window":  # the newest pages of a layer, without a gap
+            assert held[1:].tolist() == list(range(int(held[1]), 19)) or held[2:].tolist() == list(range(int(held[2]), 19))
+    finally:
+        engine.close()

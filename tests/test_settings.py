@@ -129,6 +129,7 @@ def test_what_is_written_for_the_library_can_be_read_again(tmp_path: Path) -> No
     for settings in (
         KVSettings(),
         KVSettings(host="1GiB", disk="2GiB", dir=tmp_path / "a,b", host_type_k="q8_0", disk_type_v="q4_0", page_tokens=64, io_threads=2),
+        KVSettings(host="64MiB", fidelity="lossy"),
         KVSettings(protect_first=0, protect_last=3, mass_decay=0.5, fidelity="bounded:0.05", read_budget=100),
     ):
         again = KVSettings.from_native(settings.to_native())

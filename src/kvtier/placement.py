@@ -56,6 +56,7 @@ class KVEngine:
         self._newest: deque[int] = deque(maxlen=TEXT_TOKENS)
         self._times: deque[float] = deque(maxlen=RATE_STEPS)  # when the last single tokens were decoded
         self._n_seen = 0
+        self._weights = 0.0  # what one step's mass sums to over all layers
         self._tracker: Tracker | None = None
         self._n_pages: dict[int, int] = {}  # by array
 
@@ -70,7 +71,17 @@ class KVEngine:
     def observation(self) -> Observation:
         times = tuple(self._times)
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
-        return Observation(self._to_text(tuple(self._newest)), rate)
+        lost = self._lost()
+        return Observation(self._to_text(tuple(self._newest)), rate, lost, None if lost is None else 1.0 - lost)
+
+    def _lost(self) -> float | None:
+        """Share of the mass that pages had when they were dropped for good, as if they had it still; None where none is dropped.
+
+        What attention would give them now cannot be measured any more. Mass fades with age, so this is rather too much.
+        """
+        if self._kv.settings.fidelity != "lossy" or self._weights <= 0:
+            return None
+        return min(1.0, self._kv.figures.mass_lost / self._weights)
 
     def stats(self) -> PageStats:
         """Raises NativeError if the caches change meanwhile."""
@@ -99,6 +110,7 @@ class KVEngine:
             for layer, tier, size in zip(layers, pages, sizes, strict=True)
         ]
         self._n_pages = {look.array: len(look.tier) for look in looks}
+        self._weights = sum(look.weight for look in looks)
         return self._tracker.stats(looks, self._n_seen, self._n_tokens(looks))
 
     def _shape(self, layers: Sequence[LayerMass]) -> Shape:
@@ -126,11 +138,11 @@ class KVEngine:
         return min(max(self._n_seen, (begun - 1) * tokens + 1), begun * tokens)
 
     def budgets(self) -> Budgets:
-        """Without a disk nothing may leave the host: whatever its budget, a plan that has pages leave could not be carried out."""
-        if self._kv.settings.disk is None:
-            return Budgets(UNLIMITED, 0)
-        tiers = self._kv.figures.tiers
+        """Where what leaves the host has no place to go, no page can leave: then the host has no limit for a plan."""
+        settings, tiers = self._kv.settings, self._kv.figures.tiers
         host, disk = tiers["host"].budget_bytes, tiers["disk"].budget_bytes
+        if settings.disk is None:
+            return Budgets(UNLIMITED if host is None or settings.fidelity != "lossy" else host, 0)
         return Budgets(UNLIMITED if host is None else host, UNLIMITED if disk is None else disk)
 
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:

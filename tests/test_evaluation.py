@@ -299,7 +299,7 @@ def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) ->
 
 def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Path) -> None:
     pages = "kvtier:f16,host=6MiB,disk=1GiB"
-    plan = EvaluationPlan(smollm2_path, library_text(), 512, 8, 2, False, *_rows("exact", pages, "stock f16", "kvtier q4_0"))
+    plan = EvaluationPlan(smollm2_path, library_text(), 512, 8, 1, False, *_rows("exact", pages, "stock f16", "kvtier q4_0"))
     result = evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
     tiered, stock, q4_0 = result.rows
     assert tiered.divergence.max_kl == 0.0  # pages come back from disk as they left: the very same numbers
@@ -318,12 +318,12 @@ def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Pa
 
 
 def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Path, tmp_path: Path) -> None:
-    bounded, on_disk = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB"
+    bounded, on_disk, lossy = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB", "kvtier:fidelity=lossy,host=6MiB"
     n_prefix, n_tokens = 512, 8
-    plan = EvaluationPlan(smollm2_path, library_text(), n_prefix, n_tokens, 2, False, *_rows("exact", bounded, on_disk, "stock f16"))
+    plan = EvaluationPlan(smollm2_path, library_text(), n_prefix, n_tokens, 1, False, *_rows("exact", bounded, on_disk, lossy, "stock f16"))
     file = RowFile(tmp_path / "rows.jsonl")
     result = evaluate(plan, file, lambda *_: None)
-    sparse, tiered, stock = (row.readings for row in result.rows)
+    sparse, tiered, dropped, stock = (row.readings for row in result.rows)
     assert (stock.hit_rate, stock.recall, stock.omitted, stock.values_read) == (None, None, None, None)
     assert sparse.omitted is not None
     assert sparse.omitted_bound is not None
@@ -334,6 +334,10 @@ def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Pa
     assert 0 < sparse.values_read < 1
     assert (sparse.hit_rate, sparse.recall) == (0.0, pytest.approx(1 - sparse.omitted))
     assert (tiered.recall, tiered.omitted) == (1.0, None)
+    assert dropped.hit_rate is not None
+    assert dropped.hit_rate > 0.01
+    assert dropped.recall == pytest.approx(1 - dropped.hit_rate)  # what left is gone
+    assert result.rows[2].divergence.mean_kl > result.rows[0].divergence.mean_kl
     tokens, _ = tokenise(plan)
     assert tiered.hit_rate == pytest.approx(_mass_on_disk(smollm2_path, tokens, n_prefix, n_tokens, plan.n_ctx), rel=0.01)
     assert list(tmp_path.iterdir()) == [file.path]
@@ -343,7 +347,7 @@ def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Pa
 def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, n_ctx: int) -> float:
     """The same, from the attention of the very run that has its pages on disk: exact, too."""
     config = parse_spec("kvtier:f16,host=6MiB,disk=1GiB,mass-decay=0")
-    engine = Engine(Opening(str(model), config, n_ctx, 2))
+    engine = Engine(Opening(str(model), config, n_ctx, 1))
     shares = []
     try:
         engine.prefill(tokens[:n_prefix])
@@ -361,7 +365,7 @@ def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, 
     return float(np.mean(shares))
 
 
-def test_a_policy_in_a_row_decides_and_is_repeatable(smollm2_path: Path, tmp_path: Path) -> None:
+def test_a_policy_in_a_row_decides_and_can_be_repeated(smollm2_path: Path, tmp_path: Path) -> None:
     pages = "kvtier:host=5MiB,disk=1GiB,policy="
     names = [pages + "sink_window", pages + "h2o"]
     plan = EvaluationPlan(smollm2_path, library_text(), 400, 8, 1, False, *_rows("exact", *names))
@@ -371,9 +375,9 @@ def test_a_policy_in_a_row_decides_and_is_repeatable(smollm2_path: Path, tmp_pat
         assert row.divergence.max_kl == 0.0  # wherever pages are, every one is read
         assert row.readings.hit_rate is not None
         assert 0 < row.readings.hit_rate < 1
-        assert row.readings.hit_rate == repeated.readings.hit_rate
-    hits = [row.readings.hit_rate for row in first.rows]
-    assert hits[0] != hits[1]
+        assert row.readings.hit_rate == pytest.approx(repeated.readings.hit_rate, rel=0.02)  # writes go on beside the steps
+    hits = [row.readings.hit_rate or 0.0 for row in first.rows]
+    assert hits[1] < 0.97 * hits[0]  # h2o keeps what attention looks at
 
 
 def test_shares_of_layers() -> None:

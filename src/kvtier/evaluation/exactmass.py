@@ -48,35 +48,31 @@ class MassReader:
     def __init__(self, path: Path, n_tokens: int) -> None:
         self._path, self._n_tokens, self._step = path, n_tokens, 0
         self._table: np.memmap[tuple[int, int], np.dtype[np.float16]] | None = None
-        self._had_content: np.ndarray | None = None
-        self._now: Pages | None = None
+        self._before: Pages | None = None
         self.evicted_sum = self.gone_sum = 0.0  # shares of mass, mean over layers, summed over steps
         self.n_steps = 0
 
     def before_step(self, engine: Engine) -> None:
         """Look where the pages are, before the step brings any back."""
-        self._now = engine.pages() if self._path.exists() else None
-        if self._now is None or self._now.mass.size == 0:
-            self._now = None
-            return
-        content = self._now.tier != _NONE
-        self._had_content = content if self._had_content is None else self._had_content | content
+        self._before = engine.pages() if self._path.exists() else None
 
-    def after_step(self) -> None:
+    def after_step(self, engine: Engine) -> None:
         """Count the step that `before_step` was called for."""
         step, self._step = self._step, self._step + 1
-        if self._now is None or self._had_content is None:
+        before, after = self._before, engine.pages()
+        if before is None or after is None or before.mass.size == 0:
             return
         if self._table is None:
             n_pages = self._path.stat().st_size // (2 * self._n_tokens)
             self._table = np.memmap(self._path, np.float16, "r", shape=(self._n_tokens, n_pages))
-        if self._table.shape[1] != self._now.mass.size:  # pages of another size cannot be compared
+        if self._table.shape[1] != before.mass.size:  # pages of another size cannot be compared
             return
         mass = self._table[step].astype(np.float64)
-        gone = (self._now.tier == _NONE) & self._had_content
-        outside = gone | (self._now.tier == _DISK) | (self._now.tier == _REMOTE)
-        self.evicted_sum += layer_share(self._now.layer, mass, outside)
-        self.gone_sum += layer_share(self._now.layer, mass, gone)
+        # a page that had no content before the step and has some after it was begun in the step
+        gone = (before.tier == _NONE) & (after.tier == _NONE)
+        outside = gone | (before.tier == _DISK) | (before.tier == _REMOTE)
+        self.evicted_sum += layer_share(before.layer, mass, outside)
+        self.gone_sum += layer_share(before.layer, mass, gone)
         self.n_steps += 1
 
 

@@ -71,6 +71,7 @@ class _Run:
         return {
             "model": sha256_of(plan.model),
             "f32_weights": plan.f32_weights,
+            "n_threads": plan.n_threads,
             "tokens": hashlib.sha256(json.dumps(used).encode()).hexdigest(),
             "n_prefix": plan.n_prefix,
             "n_tokens": plan.n_tokens,

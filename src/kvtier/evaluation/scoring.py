@@ -63,7 +63,7 @@ def score(
             table[i] = logits
             writer.after_step(engine)
         else:
-            reader.after_step()
+            reader.after_step(engine)
             kl[i] = kl_divergence(table[i], logits)
             same_top[i] = int(np.argmax(table[i])) == int(np.argmax(logits))
     reading = counts_between(before, engine.counts())

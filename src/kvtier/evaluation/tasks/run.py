@@ -86,6 +86,7 @@ class _Run:
         self.context = {
             "model": model,
             "f32_weights": plan.f32_weights,
+            "n_threads": plan.n_threads,
             "n_tokens": plan.n_tokens,
             "rope": [self.rope.freq_base, self.rope.freq_scale],
         }

@@ -16,10 +16,11 @@ from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
 from kvtier.placement import Placement, Planner
-from kvtier.policies import Budgets, PageStats, Plan, place
+from kvtier.policies import Budgets, PageStats, Plan, create, place
 from kvtier.policies.base import GONE, HOST, Observation
 from kvtier.policies.registry import DEFAULT
 from kvtier.policies.validate import check_stats
+from kvtier.settings import KVSettings
 from kvtier.simulator.engine import TraceEngine
 
 from .texts import source_text
@@ -238,3 +239,28 @@ def test_lossy_memory_is_bounded_and_the_policy_says_what_leaves(policy: str, sm
             assert held[1:].tolist() == list(range(int(held[1]), 19)) or held[2:].tolist() == list(range(int(held[2]), 19))
     finally:
         engine.close()
+
+
+class _Counts(TraceEngine):
+    """A trace that counts how often it was compacted."""
+
+    n_compacted = 0
+
+    def compact(self) -> None:
+        self.n_compacted += 1
+
+
+def test_memory_is_compacted_every_thousand_tokens(tmp_path: Path) -> None:
+    engine = _Counts(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
+    placement = Placement(engine, create("lru"))
+    for n_tokens, n_compacted in ((900, 0), (99, 0), (16, 1), (900, 1), (100, 2)):
+        placement.advance(n_tokens)
+        assert placement.settle()
+        assert engine.n_compacted == n_compacted
+    placement.stop()
+
+
+def test_lossy_has_a_policy_by_default(smollm2_path: Path) -> None:
+    with Llama(str(smollm2_path), n_ctx=256, verbose=False, kv_settings=KVSettings(host="64MiB", fidelity="lossy")) as llm:
+        assert llm.placement is not None
+        assert llm.placement.policy.name == "adaptive"

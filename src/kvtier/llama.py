@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import llama_cpp
 import llama_cpp.llama_cpp as api
@@ -31,6 +31,7 @@ from .settings import KVSettings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+LOSSY_POLICY: Final = "adaptive"
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -50,7 +51,7 @@ class Llama(llama_cpp.Llama):
         page_tokens: tokens per page, a multiple of 32.
         kv_settings: all of the above in one object, instead of them.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
-            the library's own choice, by last use.
+            the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
 
     Raises:
@@ -90,6 +91,8 @@ class Llama(llama_cpp.Llama):
         }
         settings = _merge(kv_settings, own).with_cache_types(_type_name("type_k", type_k), _type_name("type_v", type_v))
         _check_arguments(kwargs)
+        if policy is None and settings.fidelity == "lossy":
+            policy = LOSSY_POLICY
         chosen = create_policy(policy) if isinstance(policy, str) else policy
         gguf.read_model(model_path)  # llama.cpp must never see a damaged file
 

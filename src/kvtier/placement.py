@@ -19,13 +19,14 @@ import numpy as np
 from .errors import KvtierError, PolicyError
 from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
-from .policies.apply import Engine, ObservingEngine, apply_plan
+from .policies.apply import Compacting, Engine, ObservingEngine, apply_plan
 from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Observation, Observer, PageStats, Plan, Policy, Telling
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
 
 TIME_LIMIT_S: Final = 0.25  # far above what a sound policy takes, far below what 16 tokens take on a slow machine
+COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
 _BYTES_PER_F16: Final = 2.0
@@ -148,6 +149,9 @@ class KVEngine:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         return self._kv.move(array, pages, to_tier)
 
+    def compact(self) -> None:
+        self._kv.compact()
+
     def set_keep(self, array: int, pages: Indices, keep: Floats) -> None:
         """Pages without content, which may be begun before the next plan, are kept like the best."""
         scores = np.full(self._n_pages[array], keep.max(initial=0.0), np.float32)
@@ -268,7 +272,7 @@ class Placement:
         self._planner: Final = Planner(policy, limit_s, report)
         self._every: Final = every
         self._report: Final = report
-        self._n_since = 0
+        self._n_since = self._n_uncompacted = 0
         self._wake = threading.Condition()
         self._due = self._ended = self._busy = False
         self._figures = PlacementFigures(policy.name)
@@ -287,6 +291,7 @@ class Placement:
     def advance(self, n_tokens: int) -> None:
         """Tokens were decoded; every so many of them a plan is made, in the thread. Returns at once."""
         self._n_since += n_tokens
+        self._n_uncompacted += n_tokens
         if self._n_since >= self._every:
             self._n_since = 0
             with self._wake:
@@ -338,6 +343,9 @@ class Placement:
         n_moved, refused = apply_plan(self._engine, stats, plan)
         if refused and not self._figures.n_refused:
             self._report(f"a move that the policy wanted was refused (said once): {refused[0].message}")
+        if self._n_uncompacted >= COMPACT_TOKENS and isinstance(self._engine, Compacting):
+            self._n_uncompacted = 0
+            self._engine.compact()
         f = self._figures
         self._note(
             policy=self._planner.policy.name,

@@ -179,7 +179,7 @@ def policy_option(function: F) -> F:
     return option(
         "--policy",
         metavar="NAME",
-        help="Who decides which pages stay in RAM; docs/policies.md lists them.  [default: the least recently used leave]",
+        help="Who decides which pages stay in RAM; docs/policies.md lists them.  [default: the least recently used leave; with --fidelity lossy adaptive]",
     )(function)
 
 

@@ -37,6 +37,15 @@ class ObservingEngine(Protocol):
     def observation(self) -> Observation: ...
 
 
+@runtime_checkable
+class Compacting(Protocol):
+    """An engine whose memory can be only sparsely filled after many moves."""
+
+    def compact(self) -> None:
+        """Give back to the system what few pages keep. Raises NativeError."""
+        ...
+
+
 def apply_plan(engine: Engine, stats: PageStats, plan: Plan) -> tuple[int, list[NativeError]]:
     """Carry out a checked plan: pages leave before others come. Returns pages moved and what the engine refused."""
     for array in np.unique(stats.array).tolist():

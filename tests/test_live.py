@@ -23,6 +23,7 @@ import pytest
 from kvtier import Llama
 from kvtier.generation import Generation, Sampling
 from kvtier.live import concentration, look
+from kvtier.settings import KVSettings
 
 PATIENCE_S = 120.0
 PROMPT = ("-p", "Once upon a time", "--temp", "0", "-c", "512")
@@ -226,5 +227,30 @@ def test_a_look_at_tiers_and_layers(smollm2_path: Path, tmp_path: Path) -> None:
         assert seen.evicted_mass == pytest.approx(np.mean(evicted), rel=1e-3)
         assert seen.page_hits is not None
         assert 0 < seen.page_hits < 1
-        assert (seen.omitted, seen.recall) == (None, 1.0)
-        del evicted
+        assert (seen.omitted, seen.recall, seen.n_gone) == (None, 1.0, 0)
+
+
+def test_a_look_at_what_is_left_out_or_gone(smollm2_path: Path) -> None:
+    looks = []
+    for settings in (KVSettings(fidelity="bounded:0.1"), KVSettings(fidelity="lossy", host="8MiB")):
+        with Llama(str(smollm2_path), n_ctx=1024, kv_settings=settings, n_threads=1, verbose=False) as llm:
+            tokens = llm.tokenize(b"The river is cold and the hills are far away. " * 50)
+            generation = Generation(llm, tokens, Sampling(n_predict=4, temp=0.0), lambda: False)
+            generation.prefill(lambda *_: None)
+            "".join(generation.decode())
+            looks.append(look(llm.kv, generation.timing()))
+    bounded, lossy = looks
+    assert bounded.heat_of == "read"
+    assert len(bounded.heat) == 30
+    assert 0 < min(bounded.heat) < 1
+    assert bounded.omitted is not None
+    assert bounded.omitted_bound is not None
+    assert 0 < bounded.omitted < 0.1
+    assert bounded.omitted < bounded.omitted_bound
+    assert (bounded.recall, bounded.n_gone) == (1.0 - bounded.omitted, 0)
+    assert lossy.heat_of == "mass"
+    assert lossy.n_gone > 0
+    assert lossy.recall is not None
+    assert lossy.evicted_mass is not None
+    assert 0 < lossy.evicted_mass < 1
+    assert lossy.recall == pytest.approx(1 - lossy.evicted_mass)

@@ -38,8 +38,10 @@ class Look:
         heat: per layer.
         omitted, omitted_bound: attention mass that was left out, mean since the start, and what bounds it; None: exact.
         page_hits: page reads that found the page in RAM.
-        evicted_mass: share of the attention mass that lies on pages outside RAM.
-        recall: share of the attention mass that is still answered.
+        evicted_mass: share of the attention mass that lies on pages outside RAM; of pages that are gone, what they had when
+            they were dropped, as if they had it still.
+        recall: share of the attention mass that is still answered, by the same count.
+        n_gone: pages that were dropped for good.
         preset: what decides about pages now; empty if nothing but the order of use does.
     """
 
@@ -53,6 +55,7 @@ class Look:
     page_hits: float | None
     evicted_mass: float | None
     recall: float | None
+    n_gone: int
     preset: str
 
 
@@ -61,6 +64,8 @@ def look(kv: KVCache, timing: Timing, preset: str = "") -> Look:
     figures = kv.figures
     layers = _layers(kv)
     heat_of, heat = _heat(layers)
+    outside = _mean([layer.evicted_mass for layer in layers])
+    lost = min(1.0, _ratio(figures.mass_lost, sum(layer.total_mass for layer in layers)) or 0.0)
     return Look(
         n_tokens=timing.n_generated,
         per_s=timing.decode_per_s,
@@ -70,14 +75,16 @@ def look(kv: KVCache, timing: Timing, preset: str = "") -> Look:
         omitted=figures.omitted,
         omitted_bound=figures.omitted_bound,
         page_hits=_ratio(figures.n_hits, figures.n_hits + figures.n_misses),
-        evicted_mass=_mean([layer.evicted_mass for layer in layers]),
-        recall=None if not layers else 1.0 - (figures.omitted or 0.0),
+        evicted_mass=None if outside is None else min(1.0, outside + lost),
+        recall=None if not layers else max(0.0, 1.0 - lost - (figures.omitted or 0.0)),
+        n_gone=figures.n_gone,
         preset=preset,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    total_mass: float
     concentration: float | None
     evicted_mass: float | None
     read_share: float | None
@@ -97,9 +104,9 @@ def _layers(kv: KVCache) -> list[_Layer]:
 def _layer(page_mean: npt.NDArray[np.float32], tier: npt.NDArray[np.uint8], read_share: float | None) -> _Layer:
     total = float(page_mean.sum())
     if total <= 0.0:
-        return _Layer(None, None, read_share)
+        return _Layer(0.0, None, None, read_share)
     evicted = float(page_mean[(tier != _HOST) & (page_mean > 0)].sum()) / total
-    return _Layer(concentration(page_mean), evicted, read_share)
+    return _Layer(total, concentration(page_mean), evicted, read_share)
 
 
 def concentration(page_mass: npt.NDArray[np.float32], share: float = SHARE_OF_MASS) -> float:

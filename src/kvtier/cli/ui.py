@@ -330,7 +330,5 @@ def _heat_line(seen: Look, strip: str) -> Text:
 
 def _recall_line(seen: Look) -> Text:
     skipped = "-" if seen.omitted is None else f"{_share(seen.omitted)} (at most {_share(seen.omitted_bound)})"
-    return Text(
-        f"skipped {skipped}, recall {_share(seen.recall)}, hits {_share(seen.page_hits)}, "
-        f"attention outside RAM {_share(seen.evicted_mass)}"
-    )
+    gone = f", {seen.n_gone:,} pages gone" if seen.n_gone else ""
+    return Text(f"skipped {skipped}, recall {_share(seen.recall)}, hits {_share(seen.page_hits)}, attention outside RAM {_share(seen.evicted_mass)}{gone}")

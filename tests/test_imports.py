@@ -22,6 +22,7 @@ LAYERS = (
     {"kv", "runtime"},
     {"policies/base"},
     {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
+    {"pagekeys"},
     {"placement"},
     {"llama"},
     {"chat", "generation"},
@@ -72,7 +73,7 @@ def test_core_layers_point_one_way() -> None:
 
 
 # A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no engine either.
-ENGINE = {"_native", "kv", "runtime", "llama", "tracing", "generation"}
+ENGINE = {"_native", "kv", "runtime", "llama", "pagekeys", "tracing", "generation"}
 
 
 def _reachable(module: str) -> set[str]:

@@ -185,6 +185,8 @@ def test_a_policy_hears_and_sees_what_is_there(which: str, request: pytest.Fixtu
         of_layer = stats.layer == layer
         assert stats.mass_mean[of_layer].sum() == pytest.approx(1, abs=1e-3)
         assert stats.mass_max[of_layer].max() <= 1.05
+        for figure in (stats.key_norm, stats.value_norm, stats.key_novelty):
+            assert figure[of_layer].std() > 0
     windows = [layer for layer in np.unique(stats.layer) if stats.protected[stats.layer == layer].all()]
     assert len(windows) == (0 if which == "smollm2_path" else 15)
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidArgumentError, LibraryError, NativeError, from_code
-from .figures import FORMATS, GONE, PAGE_FEATURES, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from .figures import FORMATS, GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
 from .summary import Summary, SummaryCells, SummaryGroup
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
@@ -201,9 +201,7 @@ class Domain:
             "last_omitted",
         )
         counts = {name: getattr(raw, name) for name in names}
-        has = {name for name, _ in _ffi.typeof("kvt_layer_figures").fields}
-        addresses = ("token_mean", "token_max", "page_mean", "page_max", *PAGE_FEATURES)
-        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in addresses if name in has}
+        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
         return LayerFigures(**counts, **arrays)
 
     def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:

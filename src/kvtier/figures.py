@@ -10,7 +10,6 @@ TIERS: Final = ("none", "device", "host", "disk", "remote")  # in the order of t
 FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # in the order of the native library
 GONE: Final = "gone"  # what a move to the tier "none" makes of a page
 UNLIMITED: Final = (1 << 64) - 1
-PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")  # arrays per page that a library may give or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,3 @@ class LayerFigures:
     last_seen: int = 0  # bounded fidelity, the last step: keys scored and values read, per KV head
     last_read: int = 0
     last_omitted: float = 0.0  # mean over rows
-    key_norm_address: int = 0  # [n_pages]; 0: not given
-    value_norm_address: int = 0
-    key_novelty_address: int = 0

@@ -83,8 +83,6 @@ class LayerMass:
     Attributes:
         token_mean, token_max: float32 [n_pages, page_tokens], decayed mean and maximum per cell.
         page_mean, page_max: float32 [n_pages].
-        key_norm, value_norm, key_novelty: float32 [n_pages], mean norms of a page's keys and values and how unlike the
-            layer's its keys are; empty where the library does not give them.
     """
 
     figures: LayerFigures
@@ -92,9 +90,6 @@ class LayerMass:
     token_max: npt.NDArray[np.float32]
     page_mean: npt.NDArray[np.float32]
     page_max: npt.NDArray[np.float32]
-    key_norm: npt.NDArray[np.float32]
-    value_norm: npt.NDArray[np.float32]
-    key_novelty: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +140,6 @@ class KVCache:
             self._lease.borrow(raw.token_max_address, cells),
             self._lease.borrow(raw.page_mean_address, cells[:1]),
             self._lease.borrow(raw.page_max_address, cells[:1]),
-            self._lease.borrow(raw.key_norm_address, cells[:1]),
-            self._lease.borrow(raw.value_norm_address, cells[:1]),
-            self._lease.borrow(raw.key_novelty_address, cells[:1]),
         )
 
     def layers(self) -> tuple[LayerMass, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from .errors import KvtierError, PolicyError
 from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
+from .pagekeys import PageKeys
 from .policies.apply import Compacting, Engine, ObservingEngine, apply_plan
 from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Observation, Observer, PageStats, Plan, Policy, Telling
 from .policies.looks import LayerLook, Shape, Tracker
@@ -53,6 +54,7 @@ class KVEngine:
 
     def __init__(self, kv: KVCache, to_text: Callable[[Sequence[int]], str] = lambda _tokens: "") -> None:
         self._kv: Final = kv
+        self._keys: Final = PageKeys(kv)
         self._to_text: Final = to_text
         self._newest: deque[int] = deque(maxlen=TEXT_TOKENS)
         self._times: deque[float] = deque(maxlen=RATE_STEPS)  # when the last single tokens were decoded
@@ -93,6 +95,8 @@ class KVEngine:
         pages = [self._kv.pages(i).tier for i in range(len(layers))]
         sizes = page_sizes(self._kv.figures, layers, pages)
         cells = max((layer.figures.cells_per_stream for layer in layers), default=0)
+        self._keys.begin_look()
+        keys = [self._keys.look(layer.figures, tier) for layer, tier in zip(layers, pages, strict=True)]
         looks = [
             LayerLook(
                 array=layer.figures.array,
@@ -102,13 +106,13 @@ class KVEngine:
                 bytes=np.full(len(tier), size, np.int64),
                 mean=layer.page_mean.copy(),
                 max=layer.page_max.copy(),
-                key_norm=layer.key_norm.copy(),
-                value_norm=layer.value_norm.copy(),
-                key_novelty=layer.key_novelty.copy(),
+                key_norm=key_norm,
+                value_norm=value_norm,
+                key_novelty=key_novelty,
                 weight=self._weight(layer),
                 is_window=layer.figures.cells_per_stream < cells,
             )
-            for layer, tier, size in zip(layers, pages, sizes, strict=True)
+            for layer, tier, size, (key_norm, value_norm, key_novelty) in zip(layers, pages, sizes, keys, strict=True)
         ]
         self._n_pages = {look.array: len(look.tier) for look in looks}
         self._weights = sum(look.weight for look in looks)

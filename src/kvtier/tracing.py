@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import UsageError
-from .figures import PAGE_FEATURES
 from .kv import LayerMass
 from .llama import Llama
+from .pagekeys import PageKeys
 from .policies.base import GONE
 from .settings import KVSettings
 from .trace import TraceHeader, TraceWriter
 
 MASS_DECAY: Final = 0.98  # of the mean that an engine keeps; the trace itself has every step's own mass
+PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")
 _UBATCH: Final = 512
 
 Floats = npt.NDArray[np.float32]
@@ -150,11 +151,12 @@ class Recorder:
         )
 
     def _write_features(self, writer: TraceWriter, indices: Sequence[int]) -> None:
-        n_pages = int(np.count_nonzero(self._llm.kv.pages(indices[0]).tier != GONE))
-        for name in PAGE_FEATURES:
-            rows = [getattr(self._llm.kv.layer(i), name)[:n_pages] for i in indices]
-            if all(len(row) for row in rows):
-                writer.feature(name, np.stack(rows))
+        kv = self._llm.kv
+        keys = PageKeys(kv, reads_per_look=1 << 30)
+        rows = [keys.look(kv.layer(i).figures, kv.pages(i).tier) for i in indices]
+        n_pages = int(np.count_nonzero(kv.pages(indices[0]).tier != GONE))
+        for name, values in zip(PAGE_FEATURES, zip(*rows, strict=True), strict=True):
+            writer.feature(name, np.stack([of_layer[:n_pages] for of_layer in values]))
 
 
 def _shares(masses: Sequence[Floats]) -> Floats:

@@ -107,7 +107,7 @@ class Tracker:
             "uses": uses,
             "key_norm": _relative(_or_zeros(look.key_norm, there)),
             "value_norm": _relative(_or_zeros(look.value_norm, there)),
-            "key_novelty": _or_zeros(look.key_novelty, there),
+            "key_novelty": _known_or_mean(_or_zeros(look.key_novelty, there)),
             "protected": protected,
         }
 
@@ -152,11 +152,21 @@ def _or_zeros(values: Floats, there: Indices) -> Floats:
 
 
 def _relative(values: Floats) -> Floats:
+    """Values over their mean, less 1, at most 4. A value of 0 is not known, and counts as the mean."""
+    values = _known_or_mean(values)
     mean = float(values.mean()) if len(values) else 0.0
     if mean <= 0:
         return np.zeros(len(values), np.float32)
     relative: Floats = np.clip(values / np.float32(mean) - np.float32(1), -1, 4)
     return relative
+
+
+def _known_or_mean(values: Floats) -> Floats:
+    known = values != 0
+    n_known = int(np.count_nonzero(known))
+    if n_known in (0, len(values)):
+        return values
+    return np.where(known, values, np.float32(values[known].mean()))
 
 
 def _nothing() -> dict[str, npt.NDArray[np.generic]]:

@@ -52,7 +52,7 @@ def _cwe(seed: int, n_tokens: int, count: Count) -> Task:
     for often, seldom in ruler.OCCURRENCES:
         task = ruler.cwe(often, seldom)
         try:
-            sized(task, str(seed), 0, min(n_tokens, n_tokens * 9 // 10), count)  # later prompts may be a bit longer
+            sized(task, str(seed), 0, n_tokens * 9 // 10, count)  # later prompts may be a bit longer
         except MeasuringError:
             continue
         return task

@@ -11,33 +11,52 @@ static float row_max(const float * s, size_t n) {
     return vf_hmax(vf_max(a, b));
 }
 
-static float row_exp2(float * s, size_t n, float m) {
+static float row_exp2(float * s, size_t n_subs, float m, float * sums) {
     const vf ref = vf_set1(m);
-    vf a = vf_zero(), b = vf_zero();
-    for (size_t i = 0; i < n; i += 2*VW) {
-        const vf x = vf_exp2(vf_sub(vf_load(s + i), ref)), y = vf_exp2(vf_sub(vf_load(s + i + VW), ref));
-        vf_store(s + i, x);
-        vf_store(s + i + VW, y);
-        a = vf_add(a, x);
-        b = vf_add(b, y);
+    vf all = vf_zero();
+    for (size_t i = 0; i < n_subs; i++, s += KVT_SUB) {
+        vf sum = vf_zero();
+        KVT_UNROLL for (int v = 0; v < SUB_VECS; v++) {
+            const vf x = vf_exp2(vf_sub(vf_load(s + v*VW), ref));
+            vf_store(s + v*VW, x);
+            sum = vf_add(sum, x);
+        }
+        sums[i] = vf_hsum(sum);
+        all = vf_add(all, sum);
     }
-    return vf_hsum(vf_add(a, b));
+    return vf_hsum(all);
+}
+
+struct below { vf t[4], sum[4]; };
+
+static inline void below_start(struct below * b, const float * t) {
+    KVT_UNROLL for (int i = 0; i < 4; i++) {
+        b->t[i]   = vf_set1(t[i]);
+        b->sum[i] = vf_zero();
+    }
+}
+static inline void below_take(struct below * b, vf x) {
+    KVT_UNROLL for (int i = 0; i < 4; i++) b->sum[i] = vf_add(b->sum[i], vf_keep_lt(x, b->t[i]));
+}
+static inline void below_end(const struct below * b, float * out) {
+    KVT_UNROLL for (int i = 0; i < 4; i++) out[i] += vf_hsum(b->sum[i]);
 }
 
 static void sums_below(const float * p, size_t n, const float * t, float * out) {
-    const vf t0 = vf_set1(t[0]), t1 = vf_set1(t[1]), t2 = vf_set1(t[2]), t3 = vf_set1(t[3]);
-    vf a0 = vf_zero(), a1 = vf_zero(), a2 = vf_zero(), a3 = vf_zero();
-    for (size_t i = 0; i < n; i += VW) {
-        const vf x = vf_load(p + i);
-        a0 = vf_add(a0, vf_keep_lt(x, t0));
-        a1 = vf_add(a1, vf_keep_lt(x, t1));
-        a2 = vf_add(a2, vf_keep_lt(x, t2));
-        a3 = vf_add(a3, vf_keep_lt(x, t3));
+    struct below b;
+    below_start(&b, t);
+    for (size_t i = 0; i < n; i += VW) below_take(&b, vf_load(p + i));
+    below_end(&b, out);
+}
+
+static void sums_below_subs(const float * p, const uint32_t * subs, size_t n, size_t stride, const float * t, float * out) {
+    struct below b;
+    below_start(&b, t);
+    for (size_t i = 0; i < n; i += stride) {
+        const float * sub = p + (size_t) subs[i]*KVT_SUB;
+        KVT_UNROLL for (int v = 0; v < SUB_VECS; v++) below_take(&b, vf_load(sub + v*VW));
     }
-    out[0] += vf_hsum(a0);
-    out[1] += vf_hsum(a1);
-    out[2] += vf_hsum(a2);
-    out[3] += vf_hsum(a3);
+    below_end(&b, out);
 }
 
 static uint32_t pick(const float * p, size_t ld, int n_rows, const float * thresholds) {

@@ -71,8 +71,10 @@ struct kvt_kernels {
 
     // bounded recall: rows of scores or weights, n a multiple of 32
     float (*row_max)(const float * s, size_t n);
-    float (*row_exp2)(float * s, size_t n, float m);                                    // s = 2^(s - m); returns the sum
+    float (*row_exp2)(float * s, size_t n_subs, float m, float * sums);                 // s = 2^(s - m); the sum of each sub, and of all
     void  (*sums_below)(const float * p, size_t n, const float * t, float * out);       // out[i] += sum of the p < t[i], 4 of them
+    // the same over subs[0], subs[stride], ...: sub s has the weights p[32*s] ..
+    void  (*sums_below_subs)(const float * p, const uint32_t * subs, size_t n, size_t stride, const float * t, float * out);
     // one sub: bit t is set where some row's weight reaches its threshold
     uint32_t (*pick)(const float * p, size_t ld, int n_rows, const float * thresholds);
     // one sub: out[r] = what row r weighs where picked has no bit

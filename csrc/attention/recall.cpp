@@ -3,7 +3,8 @@
 //
 //   score    all visible keys, from the keys that stay in memory; a row's scores lie side by side
 //   weigh    scores become weights 2^(s - m); where pages would have to be read, the least important ones that fit into a
-//            share of eps are left out as a whole; then each row gets the largest threshold below which the rest fits
+//            share of eps are left out as a whole; then sub-pages, by KV head: to visit one costs more than to read a token
+//            more of another; then each row gets the largest threshold below which the rest of eps fits
 //   pick     tokens that some row of their KV head weighs at least its threshold
 //   read     the picked values; those left out count with the mean of their sub-page (digests.h)
 //
@@ -18,6 +19,7 @@ enum { MAX_SEGMENTS = 32, DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64 };
 
 static const float LOWEST_LOG2 = -44.0f;   // of a weight that a threshold is looked for; the largest weight is 1
 static const float PAGES_SHARE = 0.8f;     // of eps, for pages that would have to be read
+static const float SUBS_SHARE  = 0.7f;     // of what is left then, for whole sub-pages
 
 enum : uint8_t { SUB_HIDDEN, SUB_WHOLE, SUB_OPEN, SUB_LEFT_OUT };
 
@@ -36,13 +38,18 @@ struct recall {
     uint8_t  * costly;                   // [n_pages]: has to be read by I/O
     uint8_t  * wanted;                   // [n_pages]
     int32_t  * slot;                     // [n_pages]: position in refs, -1
-    struct sub_range * visible, * open;  // runs of subs
-    size_t     n_visible, n_open, n_open_subs;
+    struct sub_range * visible;          // runs of subs
+    size_t     n_visible;
+    uint32_t * open;                     // [n_head_kv][n_sub]: subs that tokens are picked from, in order
+    size_t   * n_open;                   // [n_head_kv]
+    uint8_t  * dropped;                  // [n_head_kv][n_sub]
     uint32_t * picked;                   // [n_head_kv][n_sub]
-    float    * left;                     // [n_all][ld_left]: weight left out, by sub + shift
+    float    * left;                     // [n_all][ld_left]: by sub + shift, its weight; after the pick, what of it is left out
     size_t     ld_left;
     float    * segment_max;              // [n_segments][n_all]
-    float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; left_out: by whole pages
+    float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; left_out: by whole pages and subs
+    float    * sub_threshold;            // [n_all]: subs below it, in every row of a KV head, are dropped
+    float    * scratch;                  // [n_all][ld_left]
     float    * o;                        // [n_segments + 1][n_all][d_v_pad]
 
     uint32_t * asked;                    // [n_asked]: costly pages that may be left out
@@ -57,19 +64,15 @@ static float total_of(const struct recall * r, size_t row) { return r->l[row] + 
 
 // ---- which sub-pages ----
 
-static void list_runs(struct recall * r, uint8_t least, uint8_t most, struct sub_range * out, size_t * n_out, size_t * n_subs) {
-    size_t n = 0, total = 0;
+static void list_visible(struct recall * r) {
+    size_t n = 0;
     for (size_t s = 0; s < r->j->n_sub; s++) {
-        if (r->use[s] < least || r->use[s] > most) continue;
-        if (n && out[n - 1].end == s) out[n - 1].end++;
-        else out[n++] = { (uint32_t) s, (uint32_t) s + 1 };
-        total++;
+        if (r->use[s] == SUB_HIDDEN) continue;
+        if (n && r->visible[n - 1].end == s) r->visible[n - 1].end++;
+        else r->visible[n++] = { (uint32_t) s, (uint32_t) s + 1 };
     }
-    *n_out  = n;
-    *n_subs = total;
+    r->n_visible = n;
 }
-
-static void list_open(struct recall * r) { list_runs(r, SUB_OPEN, SUB_OPEN, r->open, &r->n_open, &r->n_open_subs); }
 
 // The sub-pages that must be read whole, and those that are open to choice.
 static int classify(struct recall * r) {
@@ -94,8 +97,7 @@ static int classify(struct recall * r) {
         r->use[s] = !any[s] ? SUB_HIDDEN : whole ? SUB_WHOLE : SUB_OPEN;
         if (any[s] && (n_seen == 0 || seen_pages[n_seen - 1] != op->page_first + page)) seen_pages[n_seen++] = op->page_first + (uint32_t) page;
     }
-    size_t unused;
-    list_runs(r, SUB_WHOLE, SUB_OPEN, r->visible, &r->n_visible, &unused);
+    list_visible(r);
     memset(r->costly, 0, r->n_pages);
     r->n_asked = 0;
     if (!op->source->is_ready || n_seen == 0) return 0;
@@ -171,32 +173,24 @@ static void score(void * arg, int ith, int nth) {
 
 // ---- thresholds ----
 
-static void try_sampled(const struct recall * r, const float * p, size_t stride, const float * t, float * sums) {
-    size_t at = 0;   // of the open subs, the next one that is sampled
-    size_t passed = 0;
-    for (size_t i = 0; i < r->n_open; i++) {
-        const size_t n = r->open[i].end - r->open[i].first;
-        for (; at < passed + n; at += stride) r->j->k->sums_below(p + (r->open[i].first + at - passed)*KVT_SUB, KVT_SUB, t, sums);
-        passed += n;
-    }
+// Weights among which a threshold is looked for: a plain row of them, or those of listed subs.
+struct candidates { const float * p; const uint32_t * subs; size_t n; };   // n: subs, or groups of 32 weights
+
+static void try_thresholds(const struct kvt_kernels * k, const struct candidates * c, size_t stride, const float * t, float * sums) {
+    if (c->subs) k->sums_below_subs(c->p, c->subs, c->n, stride, t, sums);
+    else         k->sums_below(c->p, c->n*KVT_SUB, t, sums);
 }
 
-static void try_all(const struct recall * r, const float * p, const float * t, float * sums) {
-    for (size_t i = 0; i < r->n_open; i++) {
-        r->j->k->sums_below(p + (size_t) r->open[i].first*KVT_SUB, (size_t) (r->open[i].end - r->open[i].first)*KVT_SUB, t, sums);
-    }
-}
-
-// log2 of about the largest threshold below which `allowed` of the open weights lies, from a sample of the sub-pages
-static float guess_threshold(const struct recall * r, const float * p, float allowed, float * width) {
-    const size_t stride = (r->n_open_subs + N_SAMPLED - 1)/N_SAMPLED;
-    const float  part = (float) ((r->n_open_subs + stride - 1)/stride)/(float) r->n_open_subs;
+// log2 of about the largest threshold below which `allowed` lies, from a sample of the subs
+static float guess_threshold(const struct kvt_kernels * k, const struct candidates * c, float allowed, float * width) {
+    const size_t stride = c->subs ? (c->n + N_SAMPLED - 1)/N_SAMPLED : 1;
+    const float  part = (float) ((c->n + stride - 1)/stride)/(float) c->n;
     float lo = LOWEST_LOG2, hi = 0.0f;
     for (int pass = 0; pass < 3; pass++) {
         float t[N_TRIED], sums[N_TRIED] = { 0.0f };
         const float step = (hi - lo)/(N_TRIED + 1);
         for (int i = 0; i < N_TRIED; i++) t[i] = exp2f(lo + step*(float) (i + 1));
-        try_sampled(r, p, stride, t, sums);
+        try_thresholds(k, c, stride, t, sums);
         int n = 0;
         while (n < N_TRIED && sums[n] <= allowed*part) n++;
         lo += step*(float) n;
@@ -206,15 +200,15 @@ static float guess_threshold(const struct recall * r, const float * p, float all
     return lo;
 }
 
-// The largest of a row of thresholds below which at most `allowed` lies: measured over all open weights. FLT_MIN: none.
-static float find_threshold(const struct recall * r, const float * p, float allowed) {
-    if (!(allowed > 0.0f) || r->n_open_subs == 0) return FLT_MIN;
+// The largest of a row of thresholds below which at most `allowed` lies: measured over all candidates. FLT_MIN: none.
+static float find_threshold(const struct kvt_kernels * k, const struct candidates * c, float allowed, float most) {
+    if (!(allowed > 0.0f) || c->n == 0) return FLT_MIN;
     float width;
-    float top = guess_threshold(r, p, allowed, &width) + width;
+    float top = guess_threshold(k, c, allowed, &width) + width;
     for (float step = width*0.6f; top > LOWEST_LOG2; step *= 3.0f) {
         float t[N_TRIED], sums[N_TRIED] = { 0.0f };
-        for (int i = 0; i < N_TRIED; i++) t[i] = exp2f(std::min(top - step*(float) i, 0.0f));
-        try_all(r, p, t, sums);
+        for (int i = 0; i < N_TRIED; i++) t[i] = exp2f(std::min(top - step*(float) i, most));
+        try_thresholds(k, c, 1, t, sums);
         for (int i = 0; i < N_TRIED; i++) {
             if (sums[i] <= allowed) return std::max(t[i], FLT_MIN);
         }
@@ -230,9 +224,10 @@ static void weigh_row(const struct recall * r, size_t row) {
     const struct kvt_attention_op * op = j->op;
     float m = -INFINITY, l = 0.0f;
     for (size_t s = 0; s < r->n_segments; s++) m = std::max(m, r->segment_max[s*r->n_all + row]);
-    float * p = weights_of(r, row);
+    float * p = weights_of(r, row), * by_sub = r->left + row*r->ld_left + r->shift;
     for (size_t i = 0; i < r->n_visible; i++) {
-        l += j->k->row_exp2(p + (size_t) r->visible[i].first*KVT_SUB, (size_t) (r->visible[i].end - r->visible[i].first)*KVT_SUB, m == -INFINITY ? 0.0f : m);
+        const size_t first = r->visible[i].first, n = r->visible[i].end - first;
+        l += j->k->row_exp2(p + first*KVT_SUB, n, m == -INFINITY ? 0.0f : m, by_sub + first);
     }
     const int head = (int) (row/j->n_rows)*j->n_group + (int) (row%j->n_rows)%j->n_group;
     r->m[row] = m;
@@ -240,19 +235,43 @@ static void weigh_row(const struct recall * r, size_t row) {
     r->sink[row] = op->sinks && m != -INFINITY ? exp2f(std::min(op->sinks[head]*KVT_LOG2E - m, 126.0f)) : 0.0f;
     r->left_out[row] = 0.0f;
     for (size_t i = 0; i < r->n_asked; i++) {
-        float sum = 0.0f, part;
+        float sum = 0.0f;
         for (size_t s = (size_t) r->asked[i]*j->subs_per_page; s < ((size_t) r->asked[i] + 1)*j->subs_per_page && s < j->n_sub; s++) {
-            if (r->use[s] != SUB_OPEN) continue;
-            j->k->sums_unpicked(p + s*KVT_SUB, j->ld_probs, 1, 0, &part);
-            sum += part;
+            if (r->use[s] == SUB_OPEN) sum += by_sub[s];
         }
         r->asked_weight[i*r->n_all + row] = sum;
     }
 }
 
+static float may_leave_out(const struct recall * r, size_t row) { return r->how->eps*total_of(r, row) - r->left_out[row]; }
+
+static void set_sub_threshold(const struct recall * r, size_t row) {
+    const struct kvt_job * j = r->j;
+    r->sub_threshold[row] = INFINITY;   // a row that sees nothing forbids nothing
+    if (r->m[row] == -INFINITY) return;
+    const float * by_sub = r->left + row*r->ld_left + r->shift;
+    float * open = r->scratch + row*r->ld_left;
+    size_t n = 0;
+    for (size_t s = 0; s < j->n_sub; s++) {
+        if (r->use[s] == SUB_OPEN) open[n++] = by_sub[s];
+    }
+    while (n % KVT_SUB) open[n++] = INFINITY;   // below no threshold
+    const struct candidates c = { open, NULL, n/KVT_SUB };
+    r->sub_threshold[row] = find_threshold(j->k, &c, SUBS_SHARE*may_leave_out(r, row), (float) 6);   // a sub weighs at most 2^5
+}
+
 static void set_threshold(const struct recall * r, size_t row) {
-    const bool blind = r->m[row] == -INFINITY;
-    r->threshold[row] = blind ? INFINITY : find_threshold(r, weights_of(r, row), r->how->eps*total_of(r, row) - r->left_out[row]);
+    const struct kvt_job * j = r->j;
+    const size_t h = row/j->n_rows;
+    r->threshold[row] = INFINITY;
+    if (r->m[row] == -INFINITY) return;
+    const float * by_sub = r->left + row*r->ld_left + r->shift;
+    const uint8_t * dropped = r->dropped + h*j->n_sub;
+    float sum = 0.0f;
+    for (size_t s = 0; s < j->n_sub; s++) sum += dropped[s] ? by_sub[s] : 0.0f;
+    r->left_out[row] += sum;
+    const struct candidates c = { weights_of(r, row), r->open + h*j->n_sub, r->n_open[h] };
+    r->threshold[row] = find_threshold(j->k, &c, may_leave_out(r, row), 0.0f);
 }
 
 static void weigh(void * arg, int ith, int nth) {
@@ -262,7 +281,17 @@ static void weigh(void * arg, int ith, int nth) {
         const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (row >= r->n_all) return;
         weigh_row(r, row);
-        if (r->n_asked == 0) set_threshold(r, row);
+        if (r->n_asked == 0) set_sub_threshold(r, row);
+    }
+}
+
+static void set_sub_thresholds(void * arg, int ith, int nth) {
+    (void) ith; (void) nth;
+    struct recall * r = (struct recall *) arg;
+    for (;;) {
+        const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
+        if (row >= r->n_all) return;
+        set_sub_threshold(r, row);
     }
 }
 
@@ -273,6 +302,29 @@ static void set_thresholds(void * arg, int ith, int nth) {
         const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (row >= r->n_all) return;
         set_threshold(r, row);
+    }
+}
+
+// Per KV head, subs that every row weighs less than its threshold are dropped; the other open ones are listed.
+static void drop_subs(void * arg, int ith, int nth) {
+    (void) ith; (void) nth;
+    struct recall * r = (struct recall *) arg;
+    const struct kvt_job * j = r->j;
+    for (;;) {
+        const size_t h = r->j->next.fetch_add(1, std::memory_order_relaxed);
+        if (h >= (size_t) j->op->geo.n_head_kv) return;
+        uint8_t * dropped = r->dropped + h*j->n_sub;
+        uint32_t * open = r->open + h*j->n_sub;
+        for (size_t s = 0; s < j->n_sub; s++) dropped[s] = r->use[s] == SUB_OPEN;
+        for (size_t row = h*j->n_rows; row < (h + 1)*j->n_rows; row++) {
+            const float * by_sub = r->left + row*r->ld_left + r->shift, t = r->sub_threshold[row];
+            for (size_t s = 0; s < j->n_sub; s++) dropped[s] &= by_sub[s] < t;
+        }
+        size_t n = 0;
+        for (size_t s = 0; s < j->n_sub; s++) {
+            if (r->use[s] == SUB_OPEN && !dropped[s]) open[n++] = (uint32_t) s;
+        }
+        r->n_open[h] = n;
     }
 }
 
@@ -309,7 +361,7 @@ static void leave_pages_out(struct recall * r) {
 static uint32_t pick_sub(const struct recall * r, size_t h, size_t sub, const float * thresholds) {
     const struct kvt_job * j = r->j;
     if (r->use[sub] == SUB_WHOLE) return UINT32_MAX;
-    if (r->use[sub] != SUB_OPEN)  return 0;
+    if (r->use[sub] != SUB_OPEN || r->dropped[h*j->n_sub + sub]) return 0;
     return j->k->pick(weights_of(r, h*j->n_rows) + sub*KVT_SUB, j->ld_probs, (int) j->n_rows, thresholds);
 }
 
@@ -356,11 +408,13 @@ static void pick(void * arg, int ith, int nth) {
         uint64_t n_read = 0;
         segment_subs(r, segment, &first, &end);
         for (size_t s = first; s < end; s++) {
-            float left[KVT_DECODE_ROWS] = { 0.0f };
             uint32_t bits = pick_sub(r, h, s, r->threshold + h*n_rows);
             if (__builtin_popcount(bits) >= DENSE_TOKENS && r->how->budget_tokens == 0) bits = UINT32_MAX;
-            if (bits != UINT32_MAX && r->use[s] != SUB_HIDDEN) j->k->sums_unpicked(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, bits, left);
-            for (size_t x = 0; x < n_rows; x++) r->left[(h*n_rows + x)*r->ld_left + s + r->shift] = left[x];
+            if (bits) {   // else all of it is left out, as it stands
+                float left[KVT_DECODE_ROWS] = { 0.0f };
+                if (bits != UINT32_MAX) j->k->sums_unpicked(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, bits, left);
+                for (size_t x = 0; x < n_rows; x++) r->left[(h*n_rows + x)*r->ld_left + s + r->shift] = left[x];
+            }
             r->picked[h*j->n_sub + s] = bits;
             n_read += (uint64_t) __builtin_popcount(bits);
         }
@@ -406,12 +460,15 @@ static int pin_wanted(struct recall * r) {
 
 // ---- read ----
 
-static void touch(const char * p, size_t n) {
+// Inlined by force: GCC takes a function that does nothing but prefetch for one without effect, and drops its calls.
+#define KVT_TOUCH __attribute__((always_inline)) static inline void
+
+KVT_TOUCH touch(const char * p, size_t n) {
     for (size_t i = 0; i < n; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
 // brings the picked rows of a sub into the cache
-static void touch_picked(const struct kvt_page_layout * lay, const uint8_t * v, uint32_t picked) {
+KVT_TOUCH touch_picked(const struct kvt_page_layout * lay, const uint8_t * v, uint32_t picked) {
     const size_t d = (size_t) lay->d_v_pad;
     if (lay->fmt_v < KVT_FORMAT_Q8_0) {
         const size_t row = lay->v_sub_bytes/KVT_SUB;
@@ -449,7 +506,7 @@ static void read_values(const struct recall * r, const struct kvt_page_ref * ref
 }
 
 // prefetches what the page after this one will be asked for
-static void touch_page(const struct recall * r, size_t page) {
+KVT_TOUCH touch_page(const struct recall * r, size_t page) {
     const struct kvt_job * j = r->j;
     if (page >= r->n_pages || r->slot[page] < 0) return;
     const struct kvt_page_ref * ref = &j->refs[r->slot[page]];
@@ -596,8 +653,8 @@ static int prepare(struct recall * r) {
     r->ld_left      = n_groups*KVT_SUB;
     if ((size_t) (j->op->page_first)*j->subs_per_page + n_sub > r->how->digests->n_subs) return KVT_ERR_INVALID;
 
-    const size_t n_float = n_all*(5 + r->n_segments + r->ld_left + r->n_pages) + 16*64;
-    const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + 2*sizeof(struct sub_range) + j->op->geo.n_head_kv*sizeof(uint32_t))
+    const size_t n_float = n_all*(6 + r->n_segments + 2*r->ld_left + r->n_pages) + 16*64;
+    const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + sizeof(struct sub_range) + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
         + r->n_pages*(2 + 2*sizeof(uint32_t)) + 32*64;
     char * p = (char *) kvt_buf_need(&j->a->recall, n_bytes);
     r->o = (float *) kvt_buf_need(&j->a->state, ((r->n_segments + 1)*n_all*j->d_v_pad + 2*r->n_pages)*sizeof(float));
@@ -608,11 +665,15 @@ static int prepare(struct recall * r) {
     r->threshold   = take<float>(&p, n_all);
     r->left_out    = take<float>(&p, n_all);
     r->segment_max = take<float>(&p, n_all*r->n_segments);
+    r->sub_threshold = take<float>(&p, n_all);
+    r->scratch     = take<float>(&p, n_all*r->ld_left);
     r->left        = take<float>(&p, n_all*r->ld_left);
     r->asked_weight = take<float>(&p, n_all*r->n_pages);
     r->picked      = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
     r->visible     = take<struct sub_range>(&p, n_sub);
-    r->open        = take<struct sub_range>(&p, n_sub);
+    r->open        = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
+    r->dropped     = take<uint8_t>(&p, n_sub*j->op->geo.n_head_kv);
+    r->n_open      = take<size_t>(&p, (size_t) j->op->geo.n_head_kv);
     r->asked       = take<uint32_t>(&p, r->n_pages);
     r->slot        = take<int32_t>(&p, r->n_pages);
     r->use         = take<uint8_t>(&p, n_sub);
@@ -646,13 +707,13 @@ int kvt_recall_run(struct kvt_job * j) {
     const size_t n_parts = r.n_segments*j->op->geo.n_head_kv;
     run_team(&r, score, n_parts);
     list_asked(&r);
-    list_open(&r);
     run_team(&r, weigh, r.n_all);
     if (r.n_asked) {
         leave_pages_out(&r);
-        list_open(&r);
-        run_team(&r, set_thresholds, r.n_all);
+        run_team(&r, set_sub_thresholds, r.n_all);
     }
+    run_team(&r, drop_subs, (size_t) j->op->geo.n_head_kv);
+    run_team(&r, set_thresholds, r.n_all);
     if (r.how->budget_tokens > 0) run_team(&r, keep_budgets, (size_t) j->op->geo.n_head_kv);
     run_team(&r, pick, n_parts);
     err = pin_wanted(&r);

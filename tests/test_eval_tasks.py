@@ -30,6 +30,7 @@ from kvtier.measuring.child import Child
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
+from kvtier.measuring.spec import parse_spec
 from kvtier.measuring.text import library_text
 
 SEEDS = st.integers(0, 1000).map(str)
@@ -227,6 +228,19 @@ def test_the_text_is_the_models_own_whatever_was_expected(smollm2_path: Path, ro
         assert stopped["score"] == 1.0
         assert own.startswith(stopped["text"])
         assert len(stopped["text"]) < len(own)  # what was asked for is there: no more is generated
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("spec", ["kvtier:fidelity=lossy,host=5MiB,policy=h2o", "kvtier:fidelity=bounded:0.05"])
+def test_a_prompt_leaves_nothing_to_the_next(smollm2_path: Path, spec: str) -> None:
+    """Neither pages that were dropped, nor what a policy has seen."""
+    engine = Engine(Opening(str(smollm2_path), parse_spec(spec), 448, 1))
+    try:
+        prompts = make_prompts("needle", 1, 448, 0, library_text(), lambda text: len(engine.tokenize(text.encode())))
+        first, _, again = (answer(engine, prompts[i].to_dict(), lambda *_: None) for i in (0, 4, 0))
+        assert (first["log_p"], first["text"]) == (again["log_p"], again["text"])
+        assert engine.counts()["recall_rows" if "bounded" in spec else "n_gone"] > 0
     finally:
         engine.close()
 

@@ -279,6 +279,10 @@ class Engine:
     # the cache
 
     def clear(self) -> None:
+        """Forget everything; a policy starts anew, too."""
+        if self._placement is not None:
+            self._placement.stop()
+            self._start_policy(self._opening.config)
         self._lib.llama_memory_clear(self._memory, True)
         self.n_past = 0
 

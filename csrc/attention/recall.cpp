@@ -14,8 +14,9 @@
 #include "attention-impl.h"
 
 #include <algorithm>
+#include <thread>
 
-enum { MAX_SEGMENTS = 32, DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64 };
+enum { MAX_SEGMENTS = 32, MAX_THREADS = 32, DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64 };
 
 static const float LOWEST_LOG2 = -44.0f;   // of a weight that a threshold is looked for; the largest weight is 1
 static const float PAGES_SHARE = 0.8f;     // of eps, for pages that would have to be read
@@ -47,6 +48,7 @@ struct recall {
     float    * left;                     // [n_all][ld_left]: by sub + shift, its weight; after the pick, what of it is left out
     size_t     ld_left;
     float    * segment_max;              // [n_segments][n_all]
+    float    * segment_sum;              // [n_all][n_segments]
     float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; left_out: by whole pages and subs
     float    * sub_threshold;            // [n_all]: subs below it, in every row of a KV head, are dropped
     float    * scratch;                  // [n_all][ld_left]
@@ -57,7 +59,25 @@ struct recall {
     size_t     n_asked;
 
     std::atomic<uint64_t> tokens_read, k_bytes, v_bytes, pages_missing;
+    std::atomic<uint32_t> taken[MAX_THREADS];   // of each thread's share of the tasks
+    std::atomic<uint32_t> arrived, turn;
 };
+
+// Tasks over segments. Every thread has a block of consecutive segments, the same in each stage, so that what it wrote in one
+// stage is in its own cache in the next; a thread that is done helps the others. `n_each`: tasks per segment; they are gone
+// through one after the other over the whole block.
+static bool next_segment(struct recall * r, int ith, int nth, size_t n_each, size_t * segment, size_t * which) {
+    for (int k = 0; k < nth; k++) {
+        const size_t owner = (size_t) ((ith + k) % nth);
+        const size_t first = owner*r->n_segments/(size_t) nth, n = (owner + 1)*r->n_segments/(size_t) nth - first;
+        const size_t task = r->taken[owner].load(std::memory_order_relaxed) < n*n_each ? r->taken[owner].fetch_add(1, std::memory_order_relaxed) : n*n_each;
+        if (task >= n*n_each) continue;
+        *segment = first + task%n;
+        *which   = task/n;
+        return true;
+    }
+    return false;
+}
 
 static float * weights_of(const struct recall * r, size_t row) { return r->j->probs + row*r->j->ld_probs; }
 static float total_of(const struct recall * r, size_t row) { return r->l[row] + r->sink[row]; }
@@ -129,7 +149,7 @@ static void score_sub(const struct recall * r, int h, size_t sub, uint8_t cls, f
     const int n_rows = (int) j->n_rows;
     float * s = weights_of(r, (size_t) h*n_rows) + sub*KVT_SUB;
     const uint8_t * k = kvt_job_keys(j, h, sub);
-    j->k->scores[lay->fmt_k](&r->q[h], 0, n_rows, k, s, j->ld_probs, (const char *) k + lay->k_sub_bytes);
+    j->k->scores[lay->fmt_k](&r->q[h], 0, n_rows, k, s, j->ld_probs, (const char *) k + 4*lay->k_sub_bytes);
     if (op->softcap != 0.0f) j->k->softcap(s, j->ld_probs, n_rows, KVT_SUB, op->softcap*KVT_LOG2E);
     for (int i = 0; i < n_rows; i++) {
         float * row = s + (size_t) i*j->ld_probs;
@@ -149,16 +169,12 @@ static void segment_subs(const struct recall * r, size_t segment, size_t * first
     *end   = b - r->shift < r->j->n_sub ? b - r->shift : r->j->n_sub;
 }
 
-static void score(void * arg, int ith, int nth) {
-    (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
+static void score(struct recall * r, int ith, int nth) {
     struct kvt_job * j = r->j;
     const uint8_t * cls = kvt_vis_row(j->vis, 0);
-    for (;;) {
-        const size_t task = j->next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= r->n_segments*j->op->geo.n_head_kv) return;
-        const size_t h = task/r->n_segments, segment = task%r->n_segments;
-        float * most = r->segment_max + segment*r->n_all + h*j->n_rows;
+    size_t segment, h;
+    while (next_segment(r, ith, nth, (size_t) j->op->geo.n_head_kv, &segment, &h)) {
+        float most[KVT_DECODE_ROWS];   // not in place: the neighbours of that line belong to other threads
         std::fill(most, most + j->n_rows, -INFINITY);
         size_t first, end, n = 0;
         segment_subs(r, segment, &first, &end);
@@ -167,6 +183,7 @@ static void score(void * arg, int ith, int nth) {
             score_sub(r, (int) h, s, cls[s], most);
             n++;
         }
+        std::copy(most, most + j->n_rows, r->segment_max + segment*r->n_all + h*j->n_rows);
         r->k_bytes.fetch_add(n*j->op->keys->layout.k_sub_bytes, std::memory_order_relaxed);
     }
 }
@@ -219,18 +236,39 @@ static float find_threshold(const struct kvt_kernels * k, const struct candidate
 
 // ---- weights ----
 
-static void weigh_row(const struct recall * r, size_t row) {
+static void find_maxima(struct recall * r) {
+    for (size_t row = 0; row < r->n_all; row++) {
+        r->m[row] = -INFINITY;
+        for (size_t s = 0; s < r->n_segments; s++) r->m[row] = std::max(r->m[row], r->segment_max[s*r->n_all + row]);
+    }
+}
+
+static void weigh(struct recall * r, int ith, int nth) {
+    const struct kvt_job * j = r->j;
+    size_t segment, row;
+    while (next_segment(r, ith, nth, r->n_all, &segment, &row)) {
+        size_t first, end;
+        segment_subs(r, segment, &first, &end);
+        float * p = weights_of(r, row), * by_sub = r->left + row*r->ld_left + r->shift, l = 0.0f;
+        const float m = r->m[row] == -INFINITY ? 0.0f : r->m[row];
+        for (size_t s = first; s < end; ) {   // run by run
+            size_t stop = s;
+            while (stop < end && r->use[stop] != SUB_HIDDEN) stop++;
+            if (stop > s) l += j->k->row_exp2(p + s*KVT_SUB, stop - s, m, by_sub + s);
+            s = stop + 1;
+        }
+        r->segment_sum[row*r->n_segments + segment] = l;
+    }
+}
+
+// after all weights are there: a row's sum, and what it gives to pages that may be left out
+static void sum_row(const struct recall * r, size_t row) {
     const struct kvt_job * j = r->j;
     const struct kvt_attention_op * op = j->op;
-    float m = -INFINITY, l = 0.0f;
-    for (size_t s = 0; s < r->n_segments; s++) m = std::max(m, r->segment_max[s*r->n_all + row]);
-    float * p = weights_of(r, row), * by_sub = r->left + row*r->ld_left + r->shift;
-    for (size_t i = 0; i < r->n_visible; i++) {
-        const size_t first = r->visible[i].first, n = r->visible[i].end - first;
-        l += j->k->row_exp2(p + first*KVT_SUB, n, m == -INFINITY ? 0.0f : m, by_sub + first);
-    }
     const int head = (int) (row/j->n_rows)*j->n_group + (int) (row%j->n_rows)%j->n_group;
-    r->m[row] = m;
+    const float * by_sub = r->left + row*r->ld_left + r->shift, m = r->m[row];
+    float l = 0.0f;
+    for (size_t s = 0; s < r->n_segments; s++) l += r->segment_sum[row*r->n_segments + s];
     r->l[row] = l;
     r->sink[row] = op->sinks && m != -INFINITY ? exp2f(std::min(op->sinks[head]*KVT_LOG2E - m, 126.0f)) : 0.0f;
     r->left_out[row] = 0.0f;
@@ -274,20 +312,18 @@ static void set_threshold(const struct recall * r, size_t row) {
     r->threshold[row] = find_threshold(j->k, &c, may_leave_out(r, row), 0.0f);
 }
 
-static void weigh(void * arg, int ith, int nth) {
+static void sum_rows(struct recall * r, int ith, int nth) {
     (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
     for (;;) {
         const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (row >= r->n_all) return;
-        weigh_row(r, row);
+        sum_row(r, row);
         if (r->n_asked == 0) set_sub_threshold(r, row);
     }
 }
 
-static void set_sub_thresholds(void * arg, int ith, int nth) {
+static void set_sub_thresholds(struct recall * r, int ith, int nth) {
     (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
     for (;;) {
         const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (row >= r->n_all) return;
@@ -295,9 +331,8 @@ static void set_sub_thresholds(void * arg, int ith, int nth) {
     }
 }
 
-static void set_thresholds(void * arg, int ith, int nth) {
+static void set_thresholds(struct recall * r, int ith, int nth) {
     (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
     for (;;) {
         const size_t row = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (row >= r->n_all) return;
@@ -306,9 +341,8 @@ static void set_thresholds(void * arg, int ith, int nth) {
 }
 
 // Per KV head, subs that every row weighs less than its threshold are dropped; the other open ones are listed.
-static void drop_subs(void * arg, int ith, int nth) {
+static void drop_subs(struct recall * r, int ith, int nth) {
     (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
     const struct kvt_job * j = r->j;
     for (;;) {
         const size_t h = r->j->next.fetch_add(1, std::memory_order_relaxed);
@@ -385,9 +419,8 @@ static void keep_budget(const struct recall * r, size_t h) {
     for (size_t x = 0; x < n_rows; x++) own[x] *= exp2f(hi);
 }
 
-static void keep_budgets(void * arg, int ith, int nth) {
+static void keep_budgets(struct recall * r, int ith, int nth) {
     (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
     for (;;) {
         const size_t h = r->j->next.fetch_add(1, std::memory_order_relaxed);
         if (h >= (size_t) r->j->op->geo.n_head_kv) return;
@@ -395,15 +428,11 @@ static void keep_budgets(void * arg, int ith, int nth) {
     }
 }
 
-static void pick(void * arg, int ith, int nth) {
-    (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
+static void pick(struct recall * r, int ith, int nth) {
     struct kvt_job * j = r->j;
     const size_t n_rows = (size_t) j->n_rows;
-    for (;;) {
-        const size_t task = j->next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= r->n_segments*j->op->geo.n_head_kv) return;
-        const size_t h = task/r->n_segments, segment = task%r->n_segments;
+    size_t segment, h;
+    while (next_segment(r, ith, nth, (size_t) j->op->geo.n_head_kv, &segment, &h)) {
         size_t first, end;
         uint64_t n_read = 0;
         segment_subs(r, segment, &first, &end);
@@ -552,14 +581,11 @@ static void add_means(const struct recall * r, size_t segment, float * o, uint64
     }
 }
 
-static void read(void * arg, int ith, int nth) {
-    (void) ith; (void) nth;
-    struct recall * r = (struct recall *) arg;
+static void read(struct recall * r, int ith, int nth) {
     struct kvt_job * j = r->j;
     const size_t n_o = r->n_all*j->d_v_pad;
-    while (j->error.load(std::memory_order_relaxed) == 0) {
-        const size_t segment = j->next.fetch_add(1, std::memory_order_relaxed);
-        if (segment >= r->n_segments) return;
+    size_t segment, only;
+    while (j->error.load(std::memory_order_relaxed) == 0 && next_segment(r, ith, nth, 1, &segment, &only)) {
         float * o = r->o + segment*n_o;
         uint64_t v_bytes = 0;
         size_t first, end;
@@ -653,7 +679,7 @@ static int prepare(struct recall * r) {
     r->ld_left      = n_groups*KVT_SUB;
     if ((size_t) (j->op->page_first)*j->subs_per_page + n_sub > r->how->digests->n_subs) return KVT_ERR_INVALID;
 
-    const size_t n_float = n_all*(6 + r->n_segments + 2*r->ld_left + r->n_pages) + 16*64;
+    const size_t n_float = n_all*(6 + 2*r->n_segments + 2*r->ld_left + r->n_pages) + 16*64;
     const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + sizeof(struct sub_range) + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
         + r->n_pages*(2 + 2*sizeof(uint32_t)) + 32*64;
     char * p = (char *) kvt_buf_need(&j->a->recall, n_bytes);
@@ -665,6 +691,7 @@ static int prepare(struct recall * r) {
     r->threshold   = take<float>(&p, n_all);
     r->left_out    = take<float>(&p, n_all);
     r->segment_max = take<float>(&p, n_all*r->n_segments);
+    r->segment_sum = take<float>(&p, n_all*r->n_segments);
     r->sub_threshold = take<float>(&p, n_all);
     r->scratch     = take<float>(&p, n_all*r->ld_left);
     r->left        = take<float>(&p, n_all*r->ld_left);
@@ -691,10 +718,59 @@ static int prepare(struct recall * r) {
     return err ? err : classify(r);
 }
 
-static void run_team(struct recall * r, kvt_team_fn fn, size_t n_tasks) {
-    r->j->next = 0;
-    const size_t useful = r->j->n_sub*r->j->op->geo.n_head_kv/32 + 1;   // a thread is worth waking for some tens of microseconds
-    kvt_team_run((int) std::min({ (size_t) r->j->n_threads, n_tasks, useful }), fn, r);
+// ---- stages ----
+
+// All stages run in one team: to start a team costs more than a stage takes. Whoever comes last to the end of a stage does
+// what lies between two stages, and lets the others go on.
+
+static void end_stage(struct recall * r, int nth, void (*between)(struct recall *)) {
+    const uint32_t turn = r->turn.load(std::memory_order_acquire);
+    if (r->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t) nth) {
+        r->arrived.store(0, std::memory_order_relaxed);
+        r->j->next.store(0, std::memory_order_relaxed);
+        for (std::atomic<uint32_t> & n : r->taken) n.store(0, std::memory_order_relaxed);
+        if (between) between(r);
+        r->turn.store(turn + 1, std::memory_order_release);
+        return;
+    }
+    for (int n = 0; r->turn.load(std::memory_order_acquire) == turn; n++) {
+        if (n > 20000) std::this_thread::yield();   // whoever we wait for may need this processor
+    }
+}
+
+static void after_score(struct recall * r) {
+    list_asked(r);
+    find_maxima(r);
+}
+
+static void after_pick(struct recall * r) {
+    const int err = pin_wanted(r);
+    if (err) kvt_job_fail(r->j, err);
+}
+
+static void run_stages(void * arg, int ith, int nth) {
+    struct recall * r = (struct recall *) arg;
+    score(r, ith, nth);
+    end_stage(r, nth, after_score);
+    weigh(r, ith, nth);
+    end_stage(r, nth, NULL);
+    sum_rows(r, ith, nth);
+    end_stage(r, nth, r->n_asked ? leave_pages_out : NULL);
+    if (r->n_asked) {
+        set_sub_thresholds(r, ith, nth);
+        end_stage(r, nth, NULL);
+    }
+    drop_subs(r, ith, nth);
+    end_stage(r, nth, NULL);
+    set_thresholds(r, ith, nth);
+    end_stage(r, nth, NULL);
+    if (r->how->budget_tokens > 0) {
+        keep_budgets(r, ith, nth);
+        end_stage(r, nth, NULL);
+    }
+    pick(r, ith, nth);
+    end_stage(r, nth, after_pick);
+    read(r, ith, nth);
 }
 
 int kvt_recall_run(struct kvt_job * j) {
@@ -704,23 +780,9 @@ int kvt_recall_run(struct kvt_job * j) {
     r.n_all = (size_t) j->n_rows*j->op->geo.n_head_kv;
     int err = prepare(&r);
     if (err) return err;
-    const size_t n_parts = r.n_segments*j->op->geo.n_head_kv;
-    run_team(&r, score, n_parts);
-    list_asked(&r);
-    run_team(&r, weigh, r.n_all);
-    if (r.n_asked) {
-        leave_pages_out(&r);
-        run_team(&r, set_sub_thresholds, r.n_all);
-    }
-    run_team(&r, drop_subs, (size_t) j->op->geo.n_head_kv);
-    run_team(&r, set_thresholds, r.n_all);
-    if (r.how->budget_tokens > 0) run_team(&r, keep_budgets, (size_t) j->op->geo.n_head_kv);
-    run_team(&r, pick, n_parts);
-    err = pin_wanted(&r);
-    if (!err) {
-        run_team(&r, read, r.n_segments);
-        err = j->error.load();
-    }
+    const size_t useful = j->n_sub*j->op->geo.n_head_kv/32 + 1;   // a thread is worth waking for some tens of microseconds
+    kvt_team_run((int) std::min({ (size_t) j->n_threads, r.n_segments, useful, (size_t) MAX_THREADS }), run_stages, &r);
+    err = j->error.load();
     if (j->n_pages) j->op->source->release_many(j->op->source->ctx, j->refs, j->n_pages);
     j->a->pages_read   = j->pages;
     j->a->n_pages_read = j->n_pages;

@@ -24,7 +24,7 @@ static int make_layout(int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_
 }
 
 // room behind the last key, for prefetches of what would follow
-static const size_t SLACK_BYTES = 4096;
+static const size_t SLACK_BYTES = 16384;
 
 int kvt_keys_create(struct kvt_store * s, int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_format fmt, struct kvt_keys ** out) {
     kvt_page_layout layout;
@@ -46,6 +46,7 @@ int kvt_keys_create(struct kvt_store * s, int32_t n_head_kv, int32_t d_k, size_t
         kvt_store_reserve(s, -(int64_t) n_bytes);
         return KVT_ERR_NOMEM;
     }
+    madvise(data, n_bytes, MADV_HUGEPAGE); // one stream over megabytes; a kernel that refuses only makes it slower
     *k = { s, layout, (uint8_t *) data, n_bytes, steps };
     *out = k;
     return KVT_ERR_OK;

@@ -65,7 +65,7 @@ def test_a_bad_policy_is_reported_once_and_replaced(how: str, words: str, tmp_pa
     engine = TraceEngine(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
     said: list[str] = []
     policy = Fails(how)
-    placement = Placement(engine, policy, every=16, limit_s=0.1, report=said.append)
+    placement = Placement(engine, policy, every=16, limit_s=1.0, report=said.append)
     for _ in range(5):
         for _ in range(16):
             engine.step()

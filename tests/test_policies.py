@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import PolicyError, UsageError
 from kvtier.figures import UNLIMITED
-from kvtier.policies import Budgets, PageStats, Plan, check_plan, create, names, place, registry
+from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create, names, place, registry
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
 from kvtier.policies.looks import LayerLook, Shape, Tracker
 from kvtier.policies.validate import check_stats
@@ -232,3 +234,19 @@ def test_looks_tell_idle_and_uses() -> None:
     assert stats.uses.tolist() == [0.5, 1, 1]
     assert stats.layer_depth.tolist() == [0.5] * 3
     assert stats.key_norm.tolist() == [0.0] * 3
+
+
+def test_every_policy_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert all(f"\n| `{name}` |" in page for name in POLICIES)
+
+
+def test_the_example_of_the_documents_is_a_policy() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "policies.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, type] = {}
+    exec(compile(code, "docs", "exec"), names)
+    stats = random_stats(np.random.default_rng(0), 2, 30)
+    policy = names["Peaks"]()
+    assert isinstance(policy, Policy)
+    assert len(check_plan(policy.plan(stats, Budgets(30_000, 0)), stats, Budgets(30_000, 0)).indices) > 0

@@ -52,6 +52,7 @@ def random_stats(rng: np.random.Generator, n_layers: int, n_pages: int, on_disk:
         mass_mean=mean,
         mass_max=np.minimum(1, mean * 3),
         mass_long=mean,
+        mass_sharp=mean * rng.uniform(0.2, 1, n).astype(np.float32),
         uses=rng.random(n, dtype=np.float32),
         key_norm=rng.random(n, dtype=np.float32),
         value_norm=rng.random(n, dtype=np.float32),

@@ -26,7 +26,7 @@ from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
 
-TIME_LIMIT_S: Final = 0.25  # far above what a sound policy takes, far below what 16 tokens take on a slow machine
+TIME_LIMIT_S: Final = 5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
@@ -109,6 +109,7 @@ class KVEngine:
                 key_norm=key_norm,
                 value_norm=value_norm,
                 key_novelty=key_novelty,
+                sharp=np.sqrt(np.einsum("pt,pt->p", layer.token_mean, layer.token_mean)),
                 weight=self._weight(layer),
                 is_window=layer.figures.cells_per_stream < cells,
             )
@@ -243,7 +244,7 @@ class Planner:
     def plan(self, stats: PageStats, budgets: Budgets, seen: Observation | None = None) -> Plan:
         """Raises PolicyError only if the built-in default fails too."""
         # the first call may have to load the policy's tables
-        limit_s = self._limit_s * 20 if self._first else self._limit_s
+        limit_s = self._limit_s * 4 if self._first else self._limit_s
         self._first = False
         try:
             return check_plan(self._caller.ask(stats, budgets, seen, limit_s), stats, budgets)

@@ -35,6 +35,8 @@ class PageStats:
         idle: float32, steps since the page was last seen with more mass than its fair share.
         mass_mean: float32, decayed mean of the page's mass; mass_max: float32, its largest.
         mass_long: float32, mean of mass_mean over all looks at the page, one look per plan.
+        mass_sharp: float32, root of the sum of squares of the tokens' decayed means: large where few tokens have the mass. What
+            attention loses with a page goes with this where values are as good as independent. Zeros where the engine gives none.
         uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of the
             stream, those that are gone included.
         key_norm, value_norm: float32, mean norm of the page's keys and values over the mean of all pages of its layer, less 1
@@ -56,6 +58,7 @@ class PageStats:
     mass_mean: Floats
     mass_max: Floats
     mass_long: Floats
+    mass_sharp: Floats
     uses: Floats
     key_norm: Floats
     value_norm: Floats

@@ -26,7 +26,8 @@ class LayerLook:
         bytes: int64 on its tier.
         mean, max: float32, decayed mean and maximum of the page's mass, in the engine's own unit.
         weight: what one step's mass of the layer sums to in that unit.
-        key_norm, value_norm, key_novelty: float32, or empty where the engine gives none.
+        sharp: float32, root of the sum of squares of the decayed means of the page's tokens, in the unit of `mean`.
+        key_norm, value_norm, key_novelty: float32, or empty where the engine gives none; so is sharp.
         is_window: the layer sees a sliding window only, in a cache used as a ring: its pages are all protected.
     """
 
@@ -40,6 +41,7 @@ class LayerLook:
     key_norm: Floats
     value_norm: Floats
     key_novelty: Floats
+    sharp: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
     weight: float = 1.0
     is_window: bool = False
 
@@ -82,8 +84,8 @@ class Tracker:
         there = np.flatnonzero(look.tier != GONE)
         position = (there % look.pages_per_stream).astype(np.int32)
         newest = self._newest(there, position, look.pages_per_stream)
-        mean = look.mean[there]
-        mean = mean / max(float(mean.sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
+        total = max(float(look.mean[there].sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
+        mean = look.mean[there] / np.float32(total)
         idle, uses, long = self._look(look, there, mean * (newest + 1) > 1, mean, clock)
         tokens = self.shape.page_tokens
         behind = (newest - position).astype(np.float32)
@@ -104,6 +106,7 @@ class Tracker:
             "mass_mean": mean,
             "mass_max": look.max[there] / np.float32(look.weight),
             "mass_long": long,
+            "mass_sharp": _or_zeros(look.sharp, there) / np.float32(total),
             "uses": uses,
             "key_norm": _relative(_or_zeros(look.key_norm, there)),
             "value_norm": _relative(_or_zeros(look.value_norm, there)),

@@ -27,9 +27,9 @@ class Training:
 
     steps: int = 6000
     batch: int = 1024
-    rate: float = 3e-3
+    rate: float = 1e-3
     log_share: float = 0.3
-    decay: float = 0.1
+    decay: float = 0.3
     seed: int = 0
 
 

@@ -238,7 +238,7 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
     from kvtier.scorer.recipe import record_all
 
     here = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py")))
-    traces = record_all([smollm2_path], [Text("tests", here)], Segments((2048,), 320), tmp_path, silent, lambda: False)
+    traces = record_all([smollm2_path], [Text("tests", here)], Segments((1024,), 256), tmp_path, silent, lambda: False)
     by_name = {q.name: q for q in quality(traces, shipped())}
     for name in ("h2o", "lru", "recency"):
         assert by_name["scorer"].spearman > by_name[name].spearman

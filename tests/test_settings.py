@@ -41,6 +41,20 @@ def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "kept", "eps"), [("exact", "exact", None), ("bounded", "bounded:0.05", 0.05), ("Bounded:1e-1", "bounded:0.1", 0.1), ("lossy", "lossy", None)]
+)
+def test_fidelity_is_read_once(text: str, kept: str, eps: float | None) -> None:
+    settings = KVSettings(fidelity=text)
+    assert settings.fidelity == kept and settings.eps == eps
+
+
+@pytest.mark.parametrize("text", ["", "bounded:", "bounded:0", "bounded:1", "bounded:nan", "bounded:-0.1", "bounded:x", "exact:0.1", "lossy:1", "fast"])
+def test_other_fidelities_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="exact, bounded:EPS, lossy"):
+        KVSettings(fidelity=text)
+
+
 @pytest.mark.parametrize("name", ["plain", "with space", "a,b", "host=1", "ünï", "#hash"])
 def test_any_directory_name_is_used_as_it_is(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name

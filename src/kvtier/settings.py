@@ -17,6 +17,7 @@ MAX_PAGE_TOKENS: Final = 4096
 MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 DEFAULT_FORMAT: Final = "f16"
 WIDE_FORMATS: Final = ("f32", "f16", "bf16")
+DEFAULT_EPS: Final = "0.05"  # indistinguishable from exact in what we measured (docs/recall.md)
 COMPACT_KEYS: Final = "q8_0"  # of keys that stay in RAM
 FIDELITIES: Final = ("exact", "bounded:EPS", "lossy")
 
@@ -91,9 +92,7 @@ class KVSettings:
                 "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.",
             )
         if self.fidelity == "lossy" and self.disk is not None:
-            raise SettingsError(
-                "lossy fidelity drops what has to leave RAM, but a disk tier is given too", "Leave --kv-disk out."
-            )
+            raise SettingsError("lossy fidelity drops what has to leave RAM, but a disk tier is given too", "Leave --kv-disk out.")
         if self.disk == 0:
             raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
 
@@ -188,6 +187,8 @@ def _fidelity(value: str | None) -> str | None:
     kind, colon, eps = value.strip().lower().partition(":")
     if kind in ("exact", "lossy") and not colon:
         return kind
+    if kind == "bounded" and not colon:
+        eps = DEFAULT_EPS
     try:
         if kind == "bounded" and 0.0 < float(eps) < 1.0:
             return f"{kind}:{float(eps)!r}"

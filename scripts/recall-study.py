@@ -1,0 +1,336 @@
+"""What a decode step can leave unread, on a model's own queries, keys and values: the table of docs/recall.md.
+
+    python scripts/recall-study.py MODEL.gguf -f TEXT [--prefix 7500] [--steps 16]
+
+Runs the model on llama.cpp's own cache (F16), keeps queries, keys and values of every layer of some decode steps, and
+then answers those queries in many ways: which form of the keys is scored, which values are read, what stands in for
+the others. For each way it prints the bytes read (keys, values and what stays in memory for the choice) as a share of
+F16 keys and values, the softmax probability of the values that were read, and the error of the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.measuring.config import rope_for
+
+Array = npt.NDArray[np.float32]
+PAGE = 32
+F16 = 2.0  # bytes
+
+# Offsets of ggml_tensor's fields, and sizes of its shape, in bytes: checked against the tensor's own strides below.
+_NE, _NB, _OP, _SRC, _DATA = 16, 48, 80, 152, 248
+
+
+def _int64s(address: int, n: int) -> list[int]:
+    return list((ctypes.c_int64 * n).from_address(address))
+
+
+def _array(address: int) -> npt.NDArray[np.generic]:
+    """A tensor [d, positions, heads] of F32 or F16 as a view [heads, positions, d]."""
+    dtype = {0: np.float32, 1: np.float16}[ctypes.c_int32.from_address(address).value]
+    ne, nb = _int64s(address + _NE, 3), _int64s(address + _NB, 3)
+    assert nb[0] == np.dtype(dtype).itemsize, "ggml_tensor is laid out differently in this llama.cpp"
+    n_bytes = sum((ne[i] - 1) * nb[i] for i in range(3)) + nb[0]
+    raw = (ctypes.c_char * n_bytes).from_address(_int64s(address + _DATA, 1)[0])
+    return np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype), ne, nb).transpose(2, 1, 0)
+
+
+class Capture:
+    """Queries of every decode step, and at the last one keys and values: lists by layer."""
+
+    def __init__(self) -> None:
+        base = ctypes.CDLL(str(next((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.so"))))
+        base.ggml_op_name.restype = ctypes.c_char_p
+        self._attention = next(i for i in range(256) if base.ggml_op_name(i) == b"FLASH_ATTN_EXT")
+        self.queries: list[list[Array]] = []
+        self.keys: list[Array] = []
+        self.values: list[Array] = []
+        self.visible: list[npt.NDArray[np.bool_]] = []
+        self.on = self.last = False
+        self._layer = 0
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._see)
+
+    def step(self, last: bool) -> None:
+        self.on, self.last, self._layer = True, last, 0
+
+    def _see(self, tensor: ctypes.c_void_p | int, ask: bool, _user: object) -> bool:
+        address = tensor if isinstance(tensor, int) else int(tensor.value or 0)
+        if ctypes.c_int32.from_address(address + _OP).value != self._attention:
+            return not ask
+        if self.on and not ask:
+            self._keep(*_int64s(address + _SRC, 4))
+        return True
+
+    def _keep(self, q: int, k: int, v: int, mask: int) -> None:
+        if self._layer == len(self.queries):
+            self.queries.append([])
+        self.queries[self._layer].append(np.array(_array(q)[:, 0], np.float32))
+        if self.last:
+            self.keys.append(np.array(_array(k), np.float32))
+            self.values.append(np.array(_array(v), np.float32))
+            self.visible.append(np.array(_array(mask)[0, 0] > -1.0))
+        self._layer += 1
+
+
+def capture(model_path: Path, text: str, n_prefix: int, n_steps: int) -> Capture:
+    taken = Capture()
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(model_path), llama_cpp.llama_model_default_params())
+    assert model, f"llama.cpp could not load {model_path}"
+    n_ctx = n_prefix + n_steps + PAGE
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = n_ctx, 512, 2, 2
+    params.flash_attn_type, params.swa_full, params.cb_eval = 1, False, taken.callback
+    rope = rope_for(n_ctx, llama_cpp.llama_model_n_ctx_train(model))
+    if rope.freq_scale:
+        params.rope_scaling_type, params.rope_freq_scale = llama_cpp.LLAMA_ROPE_SCALING_TYPE_LINEAR, rope.freq_scale
+    ctx = llama_cpp.llama_init_from_model(model, params)
+    vocab, data = llama_cpp.llama_model_get_vocab(model), text.encode()
+    tokens = (llama_cpp.llama_token * (len(data) + 16))()
+    n = llama_cpp.llama_tokenize(vocab, data, len(data), tokens, len(tokens), True, False)
+    assert n >= n_prefix + n_steps, f"the text has {n} tokens"
+    batch = llama_cpp.llama_batch_init(512, 0, 1)
+
+    def decode(first: int, end: int) -> None:
+        batch.n_tokens = end - first
+        for i in range(end - first):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = tokens[first + i], first + i, 1, 0
+            batch.logits[i] = int(first + i == end - 1)
+        assert llama_cpp.llama_decode(ctx, batch) == 0
+
+    for first in range(0, n_prefix, 512):
+        decode(first, min(first + 512, n_prefix))
+    for i in range(n_steps):
+        taken.step(last=i == n_steps - 1)
+        decode(n_prefix + i, n_prefix + i + 1)
+    return taken
+
+
+# --- forms of the keys: what is scored, and its bytes per channel
+
+
+def _blocks(x: Array) -> Array:
+    return x.reshape(*x.shape[:-1], -1, 32)
+
+
+def _f16(x: Array) -> Array:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def q8_0(x: Array) -> Array:
+    b = _blocks(x)
+    d = _f16(np.abs(b).max(-1, keepdims=True) / 127)
+    return (np.round(b / np.where(d == 0, 1, d)) * d).reshape(x.shape)
+
+
+def q4_0(x: Array) -> Array:
+    b = _blocks(x)
+    most = np.take_along_axis(b, np.abs(b).argmax(-1)[..., None], -1)
+    d = _f16(most / -8)
+    return ((np.clip(np.floor(b / np.where(d == 0, 1, d) + 8.5), 0, 15) - 8) * d).reshape(x.shape)
+
+
+def two_bit(x: Array) -> Array:
+    b = _blocks(x)
+    low = _f16(b.min(-1, keepdims=True))
+    d = _f16((b.max(-1, keepdims=True) - low) / 3)
+    return (np.clip(np.round((b - low) / np.where(d == 0, 1, d)), 0, 3) * d + low).reshape(x.shape)
+
+
+def product_quantized(x: Array) -> Array:
+    """One byte for 4 channels: the nearest of 256 centroids per head and group of channels (8 rounds of k-means)."""
+    out = np.empty_like(x)
+    rng = np.random.default_rng(0)
+    for head in range(x.shape[0]):
+        for c in range(0, x.shape[2], 4):
+            part = x[head, :, c : c + 4]
+            centres = part[rng.choice(len(part), min(256, len(part)), replace=False)].copy()
+            for _ in range(8):
+                near = (((centres**2).sum(1) / 2)[None] - part @ centres.T).argmin(1)
+                counts = np.bincount(near, minlength=len(centres))
+                sums = np.stack([np.bincount(near, part[:, i], minlength=len(centres)) for i in range(4)], 1)
+                centres[counts > 0] = (sums[counts > 0] / counts[counts > 0, None]).astype(np.float32)
+            out[head, :, c : c + 4] = centres[near]
+    return out
+
+
+KEYS: dict[str, tuple[Callable[[Array], Array], float]] = {
+    "f16": (lambda x: x, F16),
+    "q8_0": (q8_0, 34 / 32),
+    "q4_0": (q4_0, 18 / 32),
+    "2-bit": (two_bit, 12 / 32),
+    "product": (product_quantized, 1 / 4),
+}
+
+# --- which values are read: masks [n_head_kv, 1, n] from weights [n_head_kv, group, n]
+
+Choice = Callable[[Array], npt.NDArray[np.bool_]]
+
+
+def everything(p: Array) -> npt.NDArray[np.bool_]:
+    return np.ones((p.shape[0], 1, p.shape[2]), bool)
+
+
+def above(least: float) -> Choice:
+    return lambda p: (p >= least).any(1, keepdims=True)
+
+
+def mass(eps: float) -> Choice:
+    """The heaviest tokens of each row until at most `eps` is left."""
+
+    def choose(p: Array) -> npt.NDArray[np.bool_]:
+        order = np.sort(p, -1)
+        n_left = (np.cumsum(order, -1) <= eps).sum(-1, keepdims=True)
+        return (p >= np.take_along_axis(order, np.minimum(n_left, p.shape[2] - 1), -1)).any(1, keepdims=True)
+
+    return choose
+
+
+def pages(eps: float) -> Choice:
+    """As `mass`, by whole pages."""
+    tokens = mass(eps)
+    return lambda p: np.repeat(tokens(p.reshape(*p.shape[:2], -1, PAGE).sum(-1)), PAGE, -1)
+
+
+CHOICES: dict[str, Choice] = {
+    "all": everything,
+    "p >= 1e-4": above(1e-4),
+    "p >= 5e-4": above(5e-4),
+    "mass 0.98": mass(0.02),
+    "mass 0.95": mass(0.05),
+    "mass 0.90": mass(0.10),
+    "mass 0.80": mass(0.20),
+    "pages, mass 0.95": pages(0.05),
+    "pages, mass 0.90": pages(0.10),
+}
+
+
+def _softmax(scores: Array, visible: npt.NDArray[np.bool_]) -> Array:
+    s = np.where(visible, scores, -np.inf)
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def droppable(q: Array, k: Array, scale: float, visible: npt.NDArray[np.bool_], eps: float) -> float:
+    """Share of pages that the box bound proves to hold at most `eps` of each row together: they need no scores."""
+    paged = k.reshape(k.shape[0], -1, PAGE, k.shape[2])
+    lo, hi, centre = paged.min(2), paged.max(2), paged.mean(2)
+    q = q * scale
+    up = np.einsum("hgd,hpd->hgp", np.maximum(q, 0), hi) + np.einsum("hgd,hpd->hgp", np.minimum(q, 0), lo)
+    seen = visible.reshape(-1, PAGE).all(-1)
+    up = np.where(seen, up, -np.inf)
+    down = np.where(seen, np.einsum("hgd,hpd->hgp", q, centre), -np.inf)
+    top = up.max(-1, keepdims=True)
+    most, least = np.exp(up - top), np.exp(down - top).sum(-1, keepdims=True)
+    order = np.sort(most, -1)
+    n = (np.cumsum(order, -1) <= eps * least).sum(-1, keepdims=True)
+    drop = (most < np.take_along_axis(order, np.minimum(n, most.shape[2] - 1), -1)).all(1)
+    return float((drop & seen).sum() / max(1, seen.sum() * k.shape[0]))
+
+
+def ways() -> Iterator[tuple[str, str, str]]:
+    """(keys, choice of values, stand-in for the others) of every row of the table."""
+    for keys in KEYS:
+        yield keys, "all", "none"
+    for choice in list(CHOICES)[1:]:
+        yield "q8_0", choice, "none"
+        yield "q8_0", choice, "page mean"
+    for keys in ("f16", "q4_0", "2-bit", "product"):
+        yield keys, "mass 0.95", "page mean"
+    for keys in ("q4_0", "product"):  # the chosen tokens are scored again with their full keys
+        yield f"{keys} + f16", "mass 0.95", "page mean"
+    for choice in ("mass 0.98", "mass 0.95", "mass 0.90"):
+        yield "oracle", choice, "none"
+        yield "oracle", choice, "page mean"
+
+
+class Layer:
+    """One layer at one step: the exact answer, and others' distance from it."""
+
+    def __init__(self, q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], forms: dict[str, Array]) -> None:
+        heads, _, d = k.shape
+        self.q, self.v, self.visible, self.d = q.reshape(heads, -1, d), v, visible, d
+        self.scale = float(d**-0.5)
+        self.forms = forms
+        self.means = v.reshape(heads, -1, PAGE, v.shape[2]).mean(2)
+        self.p = self.weights(k)
+        self.out = np.einsum("hgn,hnd->hgd", self.p, v)
+        self.norm = float(np.linalg.norm(self.out))
+        self.n_seen = int(visible.sum())
+
+    def weights(self, k: Array) -> Array:
+        return _softmax(np.einsum("hgd,hnd->hgn", self.q, k) * self.scale, self.visible)
+
+    def answer(self, keys: str, choice: str, stand_in: str) -> tuple[float, float, float]:
+        """(bytes as a share of F16 keys and values, mass read, relative error of the output)"""
+        base = keys.split(" ")[0]
+        p = self.p if keys == "oracle" else self.weights(self.forms[base])
+        read = CHOICES[choice](p)
+        share = float((read & self.visible).sum() / (self.n_seen * read.shape[0]))
+        key_bytes = F16 * share if keys == "oracle" else KEYS[base][1]
+        kept = np.where(read, p, 0)
+        left = np.where(read, 0, p)
+        if keys.endswith("+ f16"):  # weights of what was read become exact, relative to one another and to the rest's estimate
+            exact = np.where(read, self.p, 0)
+            kept = exact * (kept.sum(-1, keepdims=True) / exact.sum(-1, keepdims=True))
+            key_bytes += F16 * share
+        out = np.einsum("hgn,hnd->hgd", kept, self.v)
+        extra = 0.0
+        if stand_in == "page mean":
+            out = out + np.einsum("hgp,hpd->hgd", left.reshape(*left.shape[:2], -1, PAGE).sum(-1), self.means)
+            extra = F16 / PAGE
+        else:
+            out = out / kept.sum(-1, keepdims=True)
+        total = 2 * F16  # keys and values have the same number of channels here
+        mass_read = float(np.where(read, self.p, 0).sum(-1).mean())
+        return (key_bytes + F16 * share + extra) / total, mass_read, float(np.linalg.norm(out - self.out)) / self.norm
+
+
+def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
+    """Means of `Layer.answer` over layers and steps, and the share of pages that bounds let be dropped, by eps."""
+    rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {way: [] for way in ways()}
+    dropped = []
+    for layer, queries in enumerate(taken.queries):
+        n = taken.keys[layer].shape[1] // PAGE * PAGE
+        k, v, visible = taken.keys[layer][:, :n], taken.values[layer][:, :n], taken.visible[layer][:n]
+        whole = visible.reshape(-1, PAGE).all(-1)  # whole pages only, without what a window hides
+        keep = np.repeat(whole, PAGE)
+        k, v, visible = k[:, keep], v[:, keep], visible[keep]
+        forms = {name: form(k) for name, (form, _) in KEYS.items()}
+        for q in queries:
+            one = Layer(q, k, v, visible, forms)
+            for way, found in rows.items():
+                found.append(one.answer(*way))
+            dropped.append([droppable(one.q, k, one.scale, visible, eps) for eps in (0.001, 0.01, 0.05)])
+    means = {way: np.mean(found, 0, dtype=np.float32) for way, found in rows.items()}
+    return means, np.mean(dropped, 0, dtype=np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("-f", "--file", type=Path, required=True, help="UTF-8 text")
+    parser.add_argument("--prefix", type=int, default=7500, help="tokens in the cache")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps that are looked at")
+    args = parser.parse_args()
+    means, dropped = study(capture(args.model, args.file.read_text(encoding="utf-8"), args.prefix, args.steps))
+    print("| keys scored | values read | stand-in | bytes of F16 | mass read | output error |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (keys, choice, stand_in), (share, mass_read, error) in means.items():
+        print(f"| {keys} | {choice} | {stand_in} | {100 * share:.1f} % | {mass_read:.3f} | {error:.4f} |")
+    print()
+    for eps, share in zip(("0.001", "0.01", "0.05"), dropped, strict=True):
+        print(f"box bounds prove that {100 * share:.1f} % of the pages hold at most {eps} together")
+
+
+if __name__ == "__main__":
+    main()

@@ -250,3 +250,14 @@ def test_the_example_of_the_documents_is_a_policy() -> None:
     policy = names["Peaks"]()
     assert isinstance(policy, Policy)
     assert len(check_plan(policy.plan(stats, Budgets(30_000, 0)), stats, Budgets(30_000, 0)).indices) > 0
+
+
+def test_delta_keeps_what_is_sharp_of_equal_mass() -> None:
+    stats = random_stats(np.random.default_rng(0), 1, 20)
+    alike = {name: np.full(20, 0.05, np.float32) for name in ("mass_mean", "mass_max", "mass_long", "uses", "idle", "age", "key_norm", "key_novelty")}
+    sharp = np.full(20, 0.05 / 32**0.5, np.float32)
+    sharp[7] = 0.05
+    keep = create("delta").plan(replace(stats, **alike, mass_sharp=sharp), Budgets(15_000, 0)).keep
+    free = np.flatnonzero(~stats.protected)
+    assert free[np.argmax(keep[free])] == 7
+    assert keep[7] / keep[8] == pytest.approx(32**0.5, rel=1e-3)

@@ -238,7 +238,7 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
     from kvtier.scorer.recipe import record_all
 
     here = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py")))
-    traces = record_all([smollm2_path], [Text("tests", here)], Segments((1024,), 256), tmp_path, silent, lambda: False)
+    traces = record_all([smollm2_path], [Text("tests", here)], Segments((1024,), 256, 1), tmp_path, silent, lambda: False)
     by_name = {q.name: q for q in quality(traces, shipped())}
     for name in ("h2o", "lru", "recency"):
         assert by_name["scorer"].spearman > by_name[name].spearman
@@ -266,7 +266,7 @@ def test_a_text_is_split_without_overlap() -> None:
 def test_train_and_tune_from_text_to_weights(smollm2_path: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(source_text()[:40_000], encoding="utf-8")
-    common = ["-m", str(smollm2_path), "--prefix", "256", "--tokens", "200", "--json", "--traces", str(tmp_path / "traces")]
+    common = ["-t", "1", "-m", str(smollm2_path), "--prefix", "256", "--tokens", "200", "--json", "--traces", str(tmp_path / "traces")]
     first = CliRunner().invoke(main, ["scorer", "train", str(text), "-o", str(tmp_path / "s.npz"), "--steps", "300", *common])
     assert first.exit_code == 0, first.stderr
     assert json.loads(first.stdout)["quality"][0]["name"] == "scorer"

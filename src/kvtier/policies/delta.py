@@ -24,7 +24,7 @@ def _shipped_or_none() -> Scorer | None:
 
 @dataclass(slots=True)
 class Delta:
-    """Keeps the pages that the scorer expects the most mass for. Without weights: those with the most mass of late.
+    """Keeps the pages that attention is expected to need most. Without weights, what it needed of late stands for what it will.
 
     `scorer` is by default what the package ships; give one that was trained or tuned on other text (`scorer.model.load`).
     """
@@ -37,7 +37,14 @@ class Delta:
         return place(stats, budgets, self.keep(stats))
 
     def keep(self, stats: PageStats) -> Floats:
-        """Mass per step that each page is expected to get: float32 [n], in fair shares."""
-        if self.scorer is not None:
-            return self.scorer.score(stats)
-        return stats.mass_mean * np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
+        """What attention would lose with each page, in fair shares of mass: float32 [n].
+
+        The mass per step that the page is expected to get, times how few of its tokens have it (1 for one token, down to
+        1 / sqrt(page_tokens) for all alike): what is spread over many values averages out, and the rest of the cache has it too.
+        """
+        fair_shares = np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
+        expected = stats.mass_mean * fair_shares if self.scorer is None else self.scorer.score(stats)
+        if not stats.mass_sharp.any():
+            return expected
+        sharpness: Floats = np.minimum(stats.mass_sharp / np.maximum(stats.mass_mean, np.float32(1e-12)), 1)
+        return expected * sharpness

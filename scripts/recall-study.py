@@ -27,7 +27,7 @@ PAGE = 32
 F16 = 2.0  # bytes
 
 # Offsets of ggml_tensor's fields, and sizes of its shape, in bytes: checked against the tensor's own strides below.
-_NE, _NB, _OP, _SRC, _DATA = 16, 48, 80, 152, 248
+_NE, _NB, _OP, _PARAMS, _SRC, _DATA = 16, 48, 80, 84, 152, 248
 
 
 def _int64s(address: int, n: int) -> list[int]:
@@ -55,6 +55,7 @@ class Capture:
         self.keys: list[Array] = []
         self.values: list[Array] = []
         self.visible: list[npt.NDArray[np.bool_]] = []
+        self.scale = 1.0  # of scores: a model may scale its queries itself
         self.on = self.last = False
         self._layer = 0
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._see)
@@ -67,6 +68,7 @@ class Capture:
         if ctypes.c_int32.from_address(address + _OP).value != self._attention:
             return not ask
         if self.on and not ask:
+            self.scale = ctypes.c_float.from_address(address + _PARAMS).value
             self._keep(*_int64s(address + _SRC, 4))
         return True
 
@@ -256,10 +258,9 @@ def ways() -> Iterator[tuple[str, str, str]]:
 class Layer:
     """One layer at one step: the exact answer, and others' distance from it."""
 
-    def __init__(self, q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], forms: dict[str, Array]) -> None:
-        heads, _, d = k.shape
-        self.q, self.v, self.visible, self.d = q.reshape(heads, -1, d), v, visible, d
-        self.scale = float(d**-0.5)
+    def __init__(self, q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], forms: dict[str, Array], scale: float) -> None:
+        heads = k.shape[0]
+        self.q, self.v, self.visible, self.scale = q.reshape(heads, -1, k.shape[2]), v, visible, scale
         self.forms = forms
         self.means = v.reshape(heads, -1, PAGE, v.shape[2]).mean(2)
         self.p = self.weights(k)
@@ -307,7 +308,7 @@ def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
         k, v, visible = k[:, keep], v[:, keep], visible[keep]
         forms = {name: form(k) for name, (form, _) in KEYS.items()}
         for q in queries:
-            one = Layer(q, k, v, visible, forms)
+            one = Layer(q, k, v, visible, forms, taken.scale)
             for way, found in rows.items():
                 found.append(one.answer(*way))
             dropped.append([droppable(one.q, k, one.scale, visible, eps) for eps in (0.001, 0.01, 0.05)])

@@ -405,7 +405,7 @@ int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int
         return kvt_fail(KVT_ERR_INVALID, "pages move between the tiers host (2) and disk (3), or to none (0), not to %d", to_tier);
     }
     if (to_tier == KVT_TIER_NONE && !m_settings.lossy) {
-        return kvt_fail(KVT_ERR_INVALID, "pages can be dropped for good only where that was asked for (setting lossy=1)");
+        return kvt_fail(KVT_ERR_INVALID, "pages can be dropped for good only where that was asked for (setting fidelity=lossy)");
     }
     std::vector<kvt_move> moves(n);
     for (size_t i = 0; i < n; i++) {

@@ -229,6 +229,13 @@ int kvt_domain_read_page(kvt_domain * dom, uint32_t array, uint32_t page, int pa
     return guarded([&] { return dom->state->read_page(array, page, part, out, n); });
 }
 
+int kvt_domain_reencode(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int fmt_k, int fmt_v, size_t * n_done) {
+    if (is_null(dom, "dom") || is_null(pages, "pages")) {
+        return KVT_ERR_INVALID;
+    }
+    return guarded([&] { return dom->state->reencode(array, pages, n, fmt_k, fmt_v, n_done); });
+}
+
 int kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes) {
     if (is_null(dom, "dom")) {
         return KVT_ERR_INVALID;

@@ -411,9 +411,24 @@ int kvt_domain_state::move(uint32_t array, const uint32_t * pages, size_t n, int
     for (size_t i = 0; i < n; i++) {
         moves[i] = { { array, pages[i] }, (uint8_t) to_tier, 255, 255 };
     }
+    return apply(moves, n_done);
+}
+
+int kvt_domain_state::reencode(uint32_t array, const uint32_t * pages, size_t n, int fmt_k, int fmt_v, size_t * n_done) {
+    if (fmt_k < 0 || fmt_k >= KVT_FORMAT_COUNT || fmt_v < 0 || fmt_v >= KVT_FORMAT_COUNT) {
+        return kvt_fail(KVT_ERR_INVALID, "%d and %d are not two storage formats", fmt_k, fmt_v);
+    }
+    std::vector<kvt_move> moves(n);
+    for (size_t i = 0; i < n; i++) {
+        moves[i] = { { array, pages[i] }, KVT_TIER_HOST, (uint8_t) fmt_k, (uint8_t) fmt_v };
+    }
+    return apply(moves, n_done);
+}
+
+int kvt_domain_state::apply(const std::vector<kvt_move> & moves, size_t * n_done) {
     const auto held = hold_layers();
     size_t     done = 0;
-    const int  rc   = kvt_store_apply(m_store, moves.data(), n, &done);
+    const int  rc   = kvt_store_apply(m_store, moves.data(), moves.size(), &done);
     if (n_done) {
         *n_done = done;
     }

@@ -89,6 +89,7 @@ public:
     // see kvtier.h
     int  set_keep(uint32_t array, const float * scores, size_t n);
     int  read_page(uint32_t array, uint32_t page, int part, float * out, size_t n);
+    int  reencode(uint32_t array, const uint32_t * pages, size_t n, int fmt_k, int fmt_v, size_t * n_done);
     int  set_summary(uint32_t array, const kvt_summary * summary);
     int  summary_mass(uint32_t array, float * out, size_t n_max) const;
     std::shared_ptr<kvt_summary_set> summary_of(const kvt_layer * layer) const;
@@ -109,6 +110,7 @@ private:
     kvt_domain_state() = default;
     int keep_keys_apart(kvt_layer * layer);
     int evict_all();
+    int apply(const std::vector<kvt_move> & moves, size_t * n_done);
     void forget_summary(kvt_layer * layer);
     template <typename N> int rebudget(int (*change)(kvt_store * s, N n_bytes), N n_bytes);
     int reserve_for(uint64_t summary_bytes);    // m_summary_mutex is held

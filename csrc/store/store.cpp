@@ -178,7 +178,9 @@ static int open_store(const struct kvt_store_params * p, kvt_store * s, std::str
     s->policy        = *store_lru();
     s->protect_first = p->n_protect_first;
     s->protect_last  = p->n_protect_last;
-    s->slabs.budget_bytes = s->slabs.limit_bytes = p->host_bytes;
+    // pages of several formats come and go in a lossy store: small slabs are empty, and of use to another format, sooner
+    s->slabs.budget_bytes = p->lossy && p->host_bytes != UINT64_MAX ? p->host_bytes/4 : p->host_bytes;
+    s->slabs.limit_bytes  = p->host_bytes;
     s->stats.tier[KVT_TIER_HOST].budget_bytes = p->host_bytes;
     if (!s->has_disk) {
         return KVT_ERR_OK;

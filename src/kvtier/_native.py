@@ -249,6 +249,13 @@ class Domain:
         _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), _tier_index(to_tier), n_done))
         return int(n_done[0])
 
+    def reencode(self, array: int, pages: Sequence[int], fmt_k: str, fmt_v: str) -> int:
+        """Pages in RAM change their formats there; returns how many did. Raises NativeError if one could not be."""
+        n_done = _ffi.new("size_t *")
+        raw = _ffi.new("uint32_t[]", list(pages))
+        _check(_lib.kvt_domain_reencode(self._open(), array, raw, len(pages), FORMATS.index(fmt_k), FORMATS.index(fmt_v), n_done))
+        return int(n_done[0])
+
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
         """How much each page of an array is wanted, [n_pages]: the lowest scores leave first. Raises NativeError."""
         scores = np.ascontiguousarray(scores, np.float32)

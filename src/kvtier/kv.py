@@ -166,6 +166,13 @@ class KVCache:
         """
         return self._domain.move(array, pages, to_tier)
 
+    def reencode(self, array: int, pages: Sequence[int], fmt_k: str, fmt_v: str) -> int:
+        """Let pages in RAM change the formats of their keys and values; returns how many did.
+
+        A page that attention is reading just now cannot: NativeError, after the others were tried.
+        """
+        return self._domain.reencode(array, pages, fmt_k, fmt_v)
+
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
         """Say how much each page of an array is wanted, [n_pages]: those with the lowest scores leave first.
 

@@ -23,8 +23,9 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
+from .lossy.memory import LossyEngine, MemorySettings
 from .placement import KVEngine, Placement
-from .policies.base import Policy
+from .policies.base import PLAN_STEPS, Policy
 from .policies.registry import create as create_policy
 from .settings import KVSettings
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOSSY_POLICY: Final = "adaptive"
+MEMORY_POLICIES: Final = ("delta", "adaptive")
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -50,6 +52,8 @@ class Llama(llama_cpp.Llama):
             RAM takes type_k and type_v by default, disk takes RAM's.
         page_tokens: tokens per page, a multiple of 32.
         kv_settings: all of the above in one object, instead of them.
+        kv_memory: with lossy fidelity, what becomes of a page before it is gone; by default all that there is with the policies delta
+            and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
@@ -75,6 +79,7 @@ class Llama(llama_cpp.Llama):
         page_tokens: int | None = None,
         kv_settings: KVSettings | None = None,
         policy: str | Policy | None = None,
+        kv_memory: MemorySettings | None = None,
         type_k: int | str | None = None,
         type_v: int | str | None = None,
         **kwargs: Any,
@@ -94,6 +99,7 @@ class Llama(llama_cpp.Llama):
         if policy is None and settings.fidelity == "lossy":
             policy = LOSSY_POLICY
         chosen = create_policy(policy) if isinstance(policy, str) else policy
+        memory = _memory(settings, chosen, kv_memory)
         gguf.read_model(model_path)  # llama.cpp must never see a damaged file
 
         loaded = runtime.load()
@@ -109,7 +115,7 @@ class Llama(llama_cpp.Llama):
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
         self._policy = policy
-        self._placement = _start_placement(self._kv, chosen, self._ctx.decode, self._model.vocab) if chosen is not None else None
+        self._placement = _start_placement(self._kv, chosen, memory, self._ctx.decode, self._model.vocab) if chosen is not None else None
 
     def _load(
         self,
@@ -202,8 +208,11 @@ class _Decode:
         self._context = context
         self._domain = domain
         self.on_tokens: Callable[[Sequence[int]], None] | None = None  # told which tokens each successful call decoded
+        self.before: Callable[[int], None] | None = None  # told how many tokens the next call decodes
 
     def __call__(self, batch: Any) -> None:
+        if self.before is not None:
+            self.before(int(batch.batch.n_tokens))
         code = api.llama_decode(self._context.ctx, batch.batch)
         if code == 0:
             if self.on_tokens is not None:
@@ -224,15 +233,38 @@ class _Decode:
         )
 
 
-def _start_placement(kv: KVCache, policy: Policy, decode: Any, vocab: Any) -> Placement:
-    engine = KVEngine(kv, lambda tokens: _text(vocab, tokens))
+def _memory(settings: KVSettings, policy: Policy | None, memory: MemorySettings | None) -> MemorySettings | None:
+    """What lossy fidelity does with a page before it is gone: the simple policies drop it as it is, which is their baseline."""
+    if settings.fidelity != "lossy":
+        if memory is not None:
+            raise SettingsError("kv_memory is given, but only lossy fidelity has an online memory", 'Add fidelity="lossy" to the settings.')
+        return None
+    if memory is None and policy is not None and policy.name not in MEMORY_POLICIES:
+        return MemorySettings(compress=False, online_share=0.0)
+    return memory or MemorySettings()
+
+
+def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None, decode: Any, vocab: Any) -> Placement:
+    def to_text(tokens: Sequence[int]) -> str:
+        return _text(vocab, tokens)
+
+    lossy = None if memory is None else LossyEngine(kv, memory, to_text)
+    engine = KVEngine(kv, to_text) if lossy is None else lossy
     placement = Placement(engine, policy)
 
     def on_tokens(tokens: Sequence[int]) -> None:
         engine.advance(tokens)
         placement.advance(len(tokens))
 
+    def before(n_tokens: int) -> None:
+        if n_tokens > 1 and lossy is not None:  # a batch may need more room than single tokens leave: it is made first
+            lossy.expect(n_tokens)
+            placement.advance(PLAN_STEPS)
+            placement.settle()
+
     decode.on_tokens = on_tokens
+    if lossy is not None:
+        decode.before = before
     return placement
 
 

@@ -20,7 +20,7 @@ from .errors import KvtierError, PolicyError
 from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
 from .pagekeys import PageKeys
-from .policies.apply import Compacting, Engine, ObservingEngine, apply_plan
+from .policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
 from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Observation, Observer, PageStats, Plan, Policy, Telling
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
@@ -346,6 +346,8 @@ class Placement:
         plan = self._planner.plan(stats, budgets, seen)
         took_s = time.perf_counter() - start
         n_moved, refused = apply_plan(self._engine, stats, plan)
+        if isinstance(engine, FollowingEngine):
+            engine.follow(stats, plan)
         if refused and not self._figures.n_refused:
             self._report(f"a move that the policy wanted was refused (said once): {refused[0].message}")
         if self._n_uncompacted >= COMPACT_TOKENS and isinstance(self._engine, Compacting):

@@ -38,6 +38,13 @@ class ObservingEngine(Protocol):
 
 
 @runtime_checkable
+class FollowingEngine(Protocol):
+    """An engine that does more with a plan than to keep order and move pages."""
+
+    def follow(self, stats: PageStats, plan: Plan) -> None: ...
+
+
+@runtime_checkable
 class Compacting(Protocol):
     """An engine whose memory can be only sparsely filled after many moves."""
 

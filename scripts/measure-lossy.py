@@ -1,0 +1,102 @@
+"""Lossy fidelity against an exact cache of the same text, one token at a time: KL, same top-1, perplexity ratio.
+
+    python scripts/measure-lossy.py TEXT --keep 0.5 0.2 --rows delta lru h2o -o table.jsonl
+
+A row is a policy, or `delta` without a part of its memory: delta-no-compress, delta-no-online, delta-spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+from kvtier import Llama
+from kvtier.lossy.memory import LossyEngine, MemorySettings
+from kvtier.models import resolve
+from kvtier.settings import KVSettings
+
+MEMORY = {
+    "delta-no-compress": MemorySettings(compress=False),
+    "delta-no-online": MemorySettings(online_share=0.0),
+    "delta-spread": MemorySettings(spread=True),
+    "delta-plain": MemorySettings(compress=False, online_share=0.0),
+}
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max()
+    return x - np.log(np.exp(x).sum())
+
+
+def logits_of(llm: Llama, text: list[int], n_prompt: int, settle: bool) -> tuple[list[np.ndarray], float]:
+    """Log-probabilities after each token from the end of the prompt on, and seconds per token."""
+    step = llm.n_batch
+    for first in range(0, n_prompt, step):
+        llm.eval(text[first : min(first + step, n_prompt)])
+    out = [log_softmax(np.array(llm._ctx.get_logits()[: llm.n_vocab()]))]
+    start = time.perf_counter()
+    for token in text[n_prompt:-1]:
+        llm.eval([token])
+        if settle and llm.placement is not None:
+            llm.placement.settle()
+        out.append(log_softmax(np.array(llm._ctx.get_logits()[: llm.n_vocab()])))
+    return out, (time.perf_counter() - start) / max(1, len(text) - n_prompt - 1)
+
+
+def compare(exact: list[np.ndarray], ours: list[np.ndarray], text: list[int], n_prompt: int) -> dict[str, float]:
+    kl = np.array([float(np.sum(np.exp(p) * (p - q))) for p, q in zip(exact, ours, strict=True)])
+    nll = [np.mean([-lp[t] for lp, t in zip(rows, text[n_prompt:], strict=True)]) for rows in (exact, ours)]
+    same = np.mean([p.argmax() == q.argmax() for p, q in zip(exact, ours, strict=True)])
+    return {
+        "kl": float(kl.mean()),
+        "kl_p99": float(np.quantile(kl, 0.99)),
+        "same_top1": float(same),
+        "ppl_ratio": float(np.exp(nll[1] - nll[0])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("-m", "--model", default="smollm2")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.35, 0.2])
+    parser.add_argument("--rows", nargs="+", default=["delta", "lru", "sink_window", "h2o", "key_diversity"])
+    parser.add_argument("--n-prompt", type=int, default=3840)
+    parser.add_argument("--n-decode", type=int, default=256)
+    parser.add_argument("--skip", type=int, default=0, help="characters of the text to leave out at its start")
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    path = str(resolve(args.model))
+    n_all = args.n_prompt + args.n_decode
+    common = {"n_ctx": n_all + 32, "n_batch": 64, "n_ubatch": 64, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
+    with Llama(path, **common) as llm:
+        text = llm.tokenize(args.text.read_text(encoding="utf-8")[args.skip :][: 8 * n_all].encode())[:n_all]
+        exact, exact_s = logits_of(llm, text, args.n_prompt, False)
+        n_bytes = llm.kv.figures.tiers["host"].used_bytes
+    print(f"exact: {n_bytes / 2**20:.1f} MiB, {1000 * exact_s:.1f} ms a token", flush=True)
+    for keep in args.keep:
+        for row in args.rows:
+            name, memory = ("delta", MEMORY[row]) if row in MEMORY else (row, None)
+            settings = KVSettings(host=int(keep * n_bytes), fidelity="lossy")
+            with Llama(path, **common, kv_settings=settings, policy=name, kv_memory=memory) as llm:
+                ours, seconds = logits_of(llm, text, args.n_prompt, True)
+                figures = llm.kv.figures
+                engine = llm.placement._engine if llm.placement is not None else None
+                counts = engine.counts if isinstance(engine, LossyEngine) else None
+                problem = llm.placement.figures.problem if llm.placement is not None else ""
+            result: dict[str, object] = {"keep": keep, "row": row, **compare(exact, ours, text, args.n_prompt), "ms": 1000 * seconds}
+            result |= {"peak_share": figures.peak_host_bytes / (keep * n_bytes), "gone": figures.tiers["none"].n_pages, "host": figures.tiers["host"].n_pages}
+            result |= {"reencoded": counts.n_reencoded if counts else 0, "dropped": counts.n_dropped if counts else 0, "n_gone": figures.n_gone, "problem": problem}
+            print(" ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items()), flush=True)
+            if args.output is not None:
+                with args.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

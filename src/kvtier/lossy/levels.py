@@ -1,0 +1,66 @@
+"""How much is kept of each page: whole, in fewer bits, or not at all. What counts is what the budget holds in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..figures import LayerFigures
+
+SUB: Final = 32
+TRAILER_BYTES: Final = 64  # what a frame of the store has behind a page
+_BITS: Final = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}
+QUANTIZED: Final = ("q8_0", "q4_0", "q4_1")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Formats of a page's keys and values."""
+
+    fmt_k: str  # tells the levels of a ladder apart
+    fmt_v: str
+
+    def page_bytes(self, layer: LayerFigures) -> int:
+        """What a page of the layer takes in RAM in these formats."""
+        d_v = -(-layer.d_v // 16) * 16 if layer.d_v else 0
+        bits = layer.page_tokens * (layer.d_k * _BITS[self.fmt_k] + d_v * _BITS[self.fmt_v])
+        return layer.n_head_kv * (-(-int(bits / 8) // 64) * 64) + TRAILER_BYTES
+
+
+def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
+    """The levels below a page's own formats, largest first, the own one included; only own if its heads cannot be quantized."""
+    own = Level(fmt_k, fmt_v)
+    if layer.d_k % SUB or layer.d_v % SUB or layer.d_v == 0:
+        return (own,)
+    lower = (Level("q8_0", "q8_0"), Level("q4_0", "q4_0"))
+    return (own, *(level for level in lower if level.fmt_k != fmt_k and level.page_bytes(layer) < own.page_bytes(layer)))
+
+
+def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+    """A level for each of n pages, so that they fit into `room` bytes: int64 [n], index into the levels, n_levels for gone.
+
+    Args:
+        keep: float32 [n], how much each page is wanted.
+        sizes: int64 [n_levels], bytes of a page at each level, falling.
+        room: bytes for all of them.
+
+    Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at the
+    smallest level.
+    """
+    n, n_levels = len(keep), len(sizes)
+    level = np.full(n, n_levels, np.int64)
+    order = np.argsort(-keep, kind="stable")
+    if n == 0:
+        return level
+    if n * int(sizes[-1]) > room:
+        level[order[: max(0, room // int(sizes[-1]))]] = n_levels - 1
+        return level
+    low = next(i for i in range(n_levels) if n * int(sizes[i]) <= room)  # the largest level that all fit at
+    level[:] = low
+    if low > 0:
+        n_up = int((room - n * int(sizes[low])) // int(sizes[low - 1] - sizes[low]))
+        level[order[:n_up]] = low - 1
+    return level

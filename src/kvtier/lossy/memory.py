@@ -1,0 +1,177 @@
+"""The δ-Mem engine: beside generation, gives the pages that are wanted least fewer bits, then only a share of a summary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import NativeError
+from ..figures import FORMATS, UNLIMITED, LayerFigures
+from ..kv import KVCache
+from ..placement import KVEngine
+from ..policies.base import HOST, PLAN_STEPS, Budgets, Floats, PageStats, Plan
+from ..summary import Summary
+from .levels import Level, assign, ladder
+from .online import OnlineState
+
+COMPACT_EVERY: Final = 1000  # tokens
+BATCH: Final = 48  # pages that change their format before memory is put together again
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What the online memory does with a page before it is gone.
+
+    Attributes:
+        compress: pages are kept in fewer bits before they are dropped.
+        online_share: share of the host budget for the online state, 0: none.
+        spread: the online state keeps the spread of its cells' keys.
+        slack: share of the host budget that stays free for frames of other formats.
+    """
+
+    compress: bool = True
+    online_share: float = 0.04
+    spread: bool = False
+    slack: float = 0.03
+
+
+@dataclass(slots=True)
+class MemoryFigures:
+    """Counts since the model was loaded."""
+
+    n_refreshes: int = 0
+    n_reencoded: int = 0
+    n_dropped: int = 0
+    n_summed_tokens: int = 0
+
+
+class LossyEngine(KVEngine):
+    """A KV cache whose pages are given up step by step. Plans only say what is wanted; this carries it out within the budget."""
+
+    def __init__(self, kv: KVCache, memory: MemorySettings, to_text: Callable[[Sequence[int]], str] = lambda _t: "") -> None:
+        super().__init__(kv, to_text)
+        self._cache: Final = kv
+        self._settings: Final = memory
+        self._states: dict[int, OnlineState] = {}  # by array
+        self._ahead = 2 * PLAN_STEPS
+        self._n_since_compact = 0
+        self._n_reserved = -1
+        self.counts: Final = MemoryFigures()
+
+    def budgets(self) -> Budgets:
+        """A policy only scores: what leaves, and how, is for `follow` to say."""
+        return Budgets(UNLIMITED, 0)
+
+    def expect(self, n_tokens: int) -> None:
+        """So many tokens come next: the next `follow` makes room for them."""
+        self._ahead = n_tokens
+
+    def follow(self, stats: PageStats, plan: Plan) -> None:
+        """Make room for what comes, giving up first what `plan.keep` wants least. Runs in the thread that plans."""
+        layers = {layer.figures.array: layer.figures for layer in self._cache.layers()}
+        self._reserve(layers)
+        budget = self._cache.settings.host
+        if budget is None or not len(stats):
+            return
+        tiers = self._cache.figures.tiers["host"]
+        budget = tiers.budget_bytes or budget
+        growing = [layer for layer in layers.values() if layer.cells_per_stream == max(x.cells_per_stream for x in layers.values())]
+        own = Level(*self._own_formats())
+        page_bytes = sum(own.page_bytes(layer) for layer in growing)
+        headroom = page_bytes * -(-(self._ahead + stats.page_tokens) // stats.page_tokens)
+        headroom = min(headroom, budget // 2)
+        self._ahead = 2 * PLAN_STEPS
+        slack = int(self._settings.slack * budget)
+        self.counts.n_refreshes += 1
+        if budget - tiers.held_bytes < headroom + slack:
+            room = budget - self._cache.figures.reserved_bytes - headroom - slack
+            self._give_up(stats, plan.keep, layers, own, room)
+
+    def _own_formats(self) -> tuple[str, str]:
+        settings = self._cache.settings
+        return settings.host_type_k or "f16", settings.host_type_v or "f16"
+
+    def _give_up(self, stats: PageStats, keep: Floats, layers: dict[int, LayerFigures], own: Level, room: int) -> None:
+        """Every page that is not protected gets its level."""
+        on_host = stats.tier == HOST
+        formats = self._formats(stats)
+        first = next(iter(layers.values()))  # heads of all layers that grow are alike
+        levels = ladder(own.fmt_k, own.fmt_v, first) if self._settings.compress else (own,)
+        sizes = np.array([level.page_bytes(first) for level in levels], np.int64)
+        room -= int(sizes[0]) * int(np.count_nonzero(on_host & stats.protected))
+        free = np.flatnonzero(on_host & ~stats.protected)
+        wanted = assign(keep[free], sizes, max(0, room))
+        current = np.array([_level_index(levels, FORMATS[formats[i]]) for i in free], np.int64)
+        gone = free[wanted == len(levels)]
+        self._drop(stats, gone[np.argsort(keep[gone], kind="stable")], layers)
+        for index in range(len(levels) - 1, 0, -1):
+            going = free[(wanted == index) & (current < index)]
+            self._reencode(stats, going, levels[index])
+        self._cache.compact()
+
+    def _formats(self, stats: PageStats) -> npt.NDArray[np.uint8]:
+        """The format of each page's keys, index into FORMATS."""
+        out = np.zeros(len(stats), np.uint8)
+        for i in range(self._cache.n_layers):
+            of_array = stats.array == self._cache.layer(i).figures.array
+            out[of_array] = self._cache.pages(i).format_k[stats.page[of_array]]
+        return out
+
+    def _reencode(self, stats: PageStats, going: npt.NDArray[np.int64], level: Level) -> None:
+        for start in range(0, len(going), BATCH):
+            part = going[start : start + BATCH]
+            for array in np.unique(stats.array[part]).tolist():
+                pages = stats.page[part[stats.array[part] == array]].tolist()
+                try:
+                    self.counts.n_reencoded += self._cache.reencode(array, pages, level.fmt_k, level.fmt_v)
+                except NativeError as err:  # attention has some of them just now: the next refresh takes them
+                    _log.debug("pages keep their format for now: %s", err.message)
+            self._cache.compact()
+
+    def _drop(self, stats: PageStats, gone: npt.NDArray[np.int64], layers: dict[int, LayerFigures]) -> None:
+        """Pages become a share of the online state; the summary is seen before its pages go."""
+        for array in np.unique(stats.array[gone]).tolist():
+            pages = stats.page[gone[stats.array[gone] == array]].tolist()
+            layer = layers[array]
+            state = self._state(layer)
+            if state is not None:
+                for page in pages:
+                    state.add(*self._cache.read_page(layer, page))
+                self.counts.n_summed_tokens = sum(s.n_tokens for s in self._states.values())
+                self._cache.set_summary(layer, Summary(state.cells()))
+            try:
+                self.counts.n_dropped += self._cache.move(array, pages, "gone")
+            except NativeError as err:
+                _log.debug("pages stay for now: %s", err.message)
+
+    def _state(self, layer: LayerFigures) -> OnlineState | None:
+        n_cells = self._n_cells(layer)
+        if n_cells == 0 or layer.d_v == 0:
+            return None
+        state = self._states.get(layer.array)
+        if state is None:
+            state = self._states[layer.array] = OnlineState(layer.n_head_kv, layer.d_k, layer.d_v, n_cells, self._settings.spread)
+        return state
+
+    def _n_cells(self, layer: LayerFigures) -> int:
+        budget = self._cache.settings.host or 0
+        n_heads = self._cache.n_layers * layer.n_head_kv
+        each = OnlineState.bytes_per_cell(layer.d_k, layer.d_v, self._settings.spread)
+        return min(256, int(self._settings.online_share * budget) // max(1, n_heads * each))
+
+    def _reserve(self, layers: dict[int, LayerFigures]) -> None:
+        """The online state's bytes leave the pages' budget once, so that it cannot push out pages later."""
+        wanted = int(self._settings.online_share * (self._cache.settings.host or 0))
+        if self._n_reserved != wanted and layers:
+            self._cache.reserve(wanted)
+            self._n_reserved = wanted
+
+
+def _level_index(levels: tuple[Level, ...], fmt_k: str) -> int:
+    return next((i for i, level in enumerate(levels) if level.fmt_k == fmt_k), 0)

@@ -24,6 +24,8 @@ LAYERS = (
     {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
     {"pagekeys"},
     {"placement"},
+    {"lossy/budget", "lossy/compress", "lossy/levels", "lossy/online"},
+    {"lossy/memory"},
     {"llama"},
     {"chat", "generation"},
     {"report"},

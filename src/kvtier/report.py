@@ -71,6 +71,8 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
     rows = [
         (f"kv {_PLACE[name]}", _tier(tier)) for name, tier in figures.tiers.items() if name in _PLACE and _is_used(tier)
     ]
+    if figures.n_gone:
+        rows.append(("kv dropped for good", f"{figures.tiers['none'].n_pages:,} pages; {format_bytes(figures.reserved_bytes)} sum them up"))
     if figures.disk_reads or figures.disk_writes:
         share = (
             f", {100 * figures.n_prefetch_used / figures.n_prefetched:.0f} % of them used"

@@ -9,6 +9,7 @@ from typing import Any, Final, get_type_hints
 
 from .errors import SettingsError
 from .figures import FORMATS
+from .hardware import memory
 from .models import cache_dir
 from .sizes import parse_bytes
 
@@ -28,6 +29,8 @@ class KVSettings:
 
     Attributes:
         host: budget of the host tier in bytes; None: no limit. Text such as "2GiB" is understood.
+            With lossy fidelity it may be a share of free memory, "65%", which then is `host_share`: the budget follows as free
+            memory changes.
         disk: budget of the disk tier in bytes; None: no disk tier.
         dir: directory of the disk tier; None: the user's cache folder. Needs `disk`.
         host_type_k, host_type_v: storage formats of keys and values in RAM; None: the cache types (type_k, type_v), and
@@ -57,8 +60,14 @@ class KVSettings:
     mass_decay: float | None = None
     fidelity: str | None = None
     read_budget: int | None = None
+    host_share: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.host, str) and self.host.strip().endswith("%"):
+            share = _share(self.host)
+            object.__setattr__(self, "host_share", share)
+            object.__setattr__(self, "host", max(1, int(share * memory().available_bytes)))
+        self._check_share()
         for name in ("host", "disk"):
             object.__setattr__(self, name, _bytes(name, getattr(self, name)))
         for name in ("host_type_k", "host_type_v", "disk_type_k", "disk_type_v"):
@@ -78,6 +87,15 @@ class KVSettings:
             raise SettingsError(
                 f"mass_decay is {self.mass_decay}, which is not in [0, 1)",
                 "Take for example 0.99; 0 keeps only the last step.",
+            )
+
+    def _check_share(self) -> None:
+        if self.host_share is None:
+            return
+        if self.fidelity is None or self.fidelity.strip().lower() != "lossy":
+            raise SettingsError(
+                "the host budget is a share of free memory, which only lossy fidelity can keep to as memory changes",
+                "Add --fidelity lossy, or give a number of bytes (--kv-host 2GiB).",
             )
 
     def _check_tiers(self) -> None:
@@ -179,6 +197,16 @@ def _bytes(name: str, value: str | int | None) -> int | None:
         return parse_bytes(value)
     except ValueError as err:
         raise SettingsError(f"the {name} budget: {err}") from None
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 0.95:
+        raise SettingsError(f"the host budget '{text}' is not a share of free memory", "Take 1% to 95%; 60% to 70% leaves a sound buffer.")
+    return share
 
 
 def _fidelity(value: str | None) -> str | None:

@@ -54,6 +54,13 @@ class BytesParam(ParamType):
             self.fail(str(err), param, ctx)
 
 
+class BytesOrShareParam(BytesParam):
+    """A number of bytes, or a share of free memory: 65%."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value.strip() if isinstance(value, str) and value.strip().endswith("%") else super().convert(value, param, ctx)
+
+
 class OneOfParam(ParamType):
     """One of a few names, in any case."""
 
@@ -82,6 +89,7 @@ TOKENS = TokensParam()
 CONTEXT = TokensParam(MAX_TOKENS)
 BATCH = click.IntRange(1, 1 << 20)
 BYTES = BytesParam()
+BYTES_OR_SHARE = BytesOrShareParam()
 FORMAT = OneOfParam("format", FORMATS)
 
 
@@ -128,9 +136,9 @@ def kv_options(function: F) -> F:
         (
             option(
                 "--kv-host",
-                type=BYTES,
+                type=BYTES_OR_SHARE,
                 metavar="BYTES",
-                help="Budget of the cache in RAM, e.g. 2GiB. [default: no limit]",
+                help="Budget of the cache in RAM, e.g. 2GiB; with lossy fidelity also a share of free memory, e.g. 65%. [default: no limit]",
             ),
             option(
                 "--kv-disk",
@@ -156,7 +164,7 @@ def kv_options(function: F) -> F:
             option(
                 "--fidelity",
                 metavar="exact|bounded:EPS",
-                help="What a decode step may leave out: nothing, or values that carry at most EPS of the attention. [default: exact]",
+                help="exact; bounded:EPS: a decode step may leave out values that carry at most EPS of the attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",

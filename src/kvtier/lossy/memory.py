@@ -10,12 +10,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .. import hardware
 from ..errors import NativeError
 from ..figures import FORMATS, UNLIMITED, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine
 from ..policies.base import HOST, PLAN_STEPS, Budgets, Floats, PageStats, Plan
 from ..summary import Summary
+from .budget import ShareKeeper
 from .levels import Level, assign, ladder
 from .online import OnlineState
 
@@ -62,6 +64,8 @@ class LossyEngine(KVEngine):
         self._ahead = 2 * PLAN_STEPS
         self._n_since_compact = 0
         self._n_reserved = -1
+        share, budget = kv.settings.host_share, kv.settings.host
+        self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
         self.counts: Final = MemoryFigures()
 
     def budgets(self) -> Budgets:
@@ -79,6 +83,7 @@ class LossyEngine(KVEngine):
         budget = self._cache.settings.host
         if budget is None or not len(stats):
             return
+        self._follow_free_memory()
         tiers = self._cache.figures.tiers["host"]
         budget = tiers.budget_bytes or budget
         growing = [layer for layer in layers.values() if layer.cells_per_stream == max(x.cells_per_stream for x in layers.values())]
@@ -92,6 +97,20 @@ class LossyEngine(KVEngine):
         if budget - tiers.held_bytes < headroom + slack:
             room = budget - self._cache.figures.reserved_bytes - headroom - slack
             self._give_up(stats, plan.keep, layers, own, room)
+
+    def _follow_free_memory(self) -> None:
+        if self._keeper is None:
+            return
+        held = self._cache.figures.tiers["host"].held_bytes
+        before = self._keeper.budget
+        wanted = self._keeper.look(hardware.memory().available_bytes, held)
+        if wanted != before:
+            try:
+                self._cache.set_host_budget(wanted)
+                _log.info("the cache's budget is %s bytes now, of %s before: free memory has changed", f"{wanted:,}", f"{before:,}")
+            except NativeError as err:  # less than the protected pages take
+                self._keeper.budget = before
+                _log.debug("the budget stays: %s", err.message)
 
     def _own_formats(self) -> tuple[str, str]:
         settings = self._cache.settings

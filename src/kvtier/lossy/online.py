@@ -55,10 +55,10 @@ class OnlineState:
         used = int(np.count_nonzero(self._count[h]))
         n_new = min(self.n_cells - used, max(1, len(keys) // 8))
         centres = self._key[h].astype(np.float32)
-        if n_new > 0 and used < self.n_cells:  # begin cells with some of the tokens
-            pick = np.linspace(0, len(keys) - 1, n_new).astype(np.int64)
-            centres[used : used + n_new] = keys[pick]
-            used += n_new
+        for _ in range(n_new):  # a cell begins where a token is farthest from all others
+            pick = int(np.square(keys[:, None] - centres[None, :used]).sum(2).min(1).argmax()) if used else 0
+            centres[used] = keys[pick]
+            used += 1
         nearest = self._nearest(keys, centres[:used])
         joined = np.bincount(nearest, minlength=self.n_cells).astype(np.float32)
         hit = np.flatnonzero(joined)

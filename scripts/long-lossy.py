@@ -9,6 +9,7 @@ import argparse
 import time
 
 import psutil
+
 from kvtier import Llama
 from kvtier.models import resolve
 from kvtier.settings import KVSettings

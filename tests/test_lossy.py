@@ -9,6 +9,7 @@ import pytest
 
 from kvtier import Llama
 from kvtier.errors import BudgetError, NativeError, SettingsError, UnsupportedError
+from kvtier.lossy.memory import MemorySettings
 from kvtier.settings import KVSettings
 from kvtier.summary import Summary, SummaryCells, SummaryGroup
 
@@ -24,8 +25,12 @@ ALL_BYTES = (N_TOKENS + N_PREDICT + 31) // 32 * N_LAYERS * PAGE_BYTES
 
 
 def open_lossy(path: Path, budget: int, n_ctx: int = N_CTX) -> Llama:
+    """Without a policy at work: what leaves is left to the library, and to what the test says."""
     settings = KVSettings(host=budget, fidelity="lossy")
-    return Llama(str(path), n_ctx=n_ctx, n_batch=256, n_ubatch=256, verbose=False, seed=1, kv_settings=settings)
+    llm = Llama(str(path), n_ctx=n_ctx, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1, kv_settings=settings)
+    assert llm.placement is not None
+    llm.placement.stop()
+    return llm
 
 
 def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
@@ -39,9 +44,32 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
     return tokens
 
 
+def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path) -> None:
+    """A quarter of the cache, with all that the policy delta does: pages lose bits, then become a share of the online state."""
+    budget = ALL_BYTES // 4
+    settings = KVSettings(host=budget, fidelity="lossy")
+    common = {"n_ctx": N_CTX, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
+    with Llama(str(smollm2_path), kv_settings=settings, **common) as llm:
+        assert llm.placement is not None and llm.placement.figures.policy == "delta"
+        tokens = generate(llm, 1600)
+        assert len(tokens) == N_PREDICT and llm.placement.settle(60.0)
+        figures = llm.kv.figures
+        assert figures.peak_host_bytes <= budget and figures.tiers["disk"].n_pages == 0
+        host = figures.tiers["host"].bytes_by_format
+        assert min(host["q4_0"], host["q8_0"], host["f16"]) > 0
+        assert figures.reserved_bytes <= budget // 10
+        plain = budget // (PAGE_BYTES + 64)
+        assert figures.tiers["host"].n_pages > plain * 3 // 2  # more pages than the budget would hold whole
+        gone = figures.tiers["none"].n_pages
+        mass = [float(llm.kv.summary_mass(llm.kv.layer(i).figures).sum()) for i in range(N_LAYERS)]
+        assert gone == 0 or max(mass) > 0.0
+    with pytest.raises(SettingsError, match="kv_memory"):
+        Llama(str(smollm2_path), kv_memory=MemorySettings(), verbose=False)
+
+
 @pytest.fixture(scope="module")
 def exact(smollm2_path: Path) -> list[int]:
-    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, verbose=False, seed=1) as llm:
+    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1) as llm:
         return generate(llm)
 
 

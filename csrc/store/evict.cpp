@@ -216,6 +216,9 @@ static bool wait_until(kvt_store * s, store_lock & lk, std::chrono::steady_clock
 static int make_room_by_loss(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0) {
     const auto deadline = std::chrono::steady_clock::now() + PINS_WAIT;
     do {
+        if (store_compact(s, lk) > 0) { // what other formats have left sparsely filled
+            return KVT_ERR_OK;
+        }
         prune(s, stride, seq0);
         if (s->victims.empty()) {
             refill(s, stride, seq0, false);

@@ -122,12 +122,26 @@ static int lose_now(kvt_store * s, store_lock & lk, const kvt_move & m) {
 
 // --- to the host -------------------------------------------------------------------------------------------------
 
+// In a lossy store no page is dropped so that another may change its format: pages move together instead, which gives room.
+static int frame_for_format(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * f) {
+    if (!s->params.lossy) {
+        return store_frame_alloc(s, lk, a, page, layout, f);
+    }
+    const uint32_t cls = kvt_slab_class(s->slabs, frame_stride(*a->layouts[layout]));
+    int r;
+    do {
+        r = kvt_slab_alloc_own(s->slabs, cls, { a->id, page }, f);
+    } while (r == KVT_ERR_BUDGET && store_compact(s, lk) > 0);
+    store_note_peak(s);
+    return r == KVT_ERR_BUDGET ? refuse(a, page, r, "there is no room to change its format") : r;
+}
+
 // The page is on the host, not pinned, IO_NONE: it changes its format there and is dirty afterwards.
 static int reencode(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout) {
     page_entry & p = a->pages[page];
     frame f;
     p.io = IO_MOVING;
-    const int r = store_frame_alloc(s, lk, a, page, layout, &f);
+    const int r = frame_for_format(s, lk, a, page, layout, &f);
     if (r == KVT_ERR_OK) {
         const kvt_page_layout & from = *a->layouts[p.layout];
         const kvt_page_layout & to   = *a->layouts[layout];

@@ -115,13 +115,17 @@ static void take(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame
     out->index = i;
 }
 
-int kvt_slab_alloc(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame * out) {
-    int err = KVT_ERR_OK;
-    if (pool.classes[cls].partial.empty()) {
-        err = grow(pool, cls);
-    }
+int kvt_slab_alloc_own(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame * out) {
+    const int err = pool.classes[cls].partial.empty() ? grow(pool, cls) : (int) KVT_ERR_OK;
     if (err == KVT_ERR_OK) {
         take(pool, cls, owner, out);
+    }
+    return err;
+}
+
+int kvt_slab_alloc(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame * out) {
+    const int err = kvt_slab_alloc_own(pool, cls, owner, out);
+    if (err == KVT_ERR_OK) {
         return KVT_ERR_OK;
     }
     // a free frame of a larger class is better than pushing a page out

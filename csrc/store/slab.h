@@ -48,6 +48,8 @@ size_t   kvt_slab_bytes (const slab_pool & pool, size_t stride);   // what a sla
 uint32_t kvt_slab_class (slab_pool & pool, size_t stride);         // finds or adds
 // A frame of at least the class's stride: KVT_ERR_BUDGET when slabs may not grow, KVT_ERR_NOMEM when the system refuses.
 int      kvt_slab_alloc (slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame * out);
+// The same of no other class than its own: a page that shrinks into a larger frame would free nothing.
+int      kvt_slab_alloc_own(slab_pool & pool, uint32_t cls, struct kvt_page_id owner, frame * out);
 // A free frame of the same class in another slab than `slab`; the pool does not grow.
 bool     kvt_slab_take_outside(slab_pool & pool, uint32_t slab, struct kvt_page_id owner, frame * out);
 void     kvt_slab_free  (slab_pool & pool, const frame & f);

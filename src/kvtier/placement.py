@@ -300,7 +300,7 @@ class Placement:
         if self._n_since >= self._every:
             self._n_since = 0
             with self._wake:
-                self._due = True
+                self._due = not self._ended
                 self._wake.notify_all()
 
     def settle(self, timeout_s: float = 10.0) -> bool:

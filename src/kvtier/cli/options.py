@@ -163,8 +163,8 @@ def kv_options(function: F) -> F:
             option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
             option(
                 "--fidelity",
-                metavar="exact|bounded:EPS",
-                help="exact; bounded:EPS: a decode step may leave out values that carry at most EPS of the attention; lossy: what leaves RAM is gone. [default: exact]",
+                metavar="exact|bounded:EPS|lossy",
+                help="bounded:EPS: a decode step may leave out values with at most EPS of the attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",

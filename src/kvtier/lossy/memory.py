@@ -22,7 +22,8 @@ from .levels import Level, assign, ladder
 from .online import OnlineState
 
 COMPACT_EVERY: Final = 1000  # tokens
-BATCH: Final = 48  # pages that change their format before memory is put together again
+SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
+BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
 
 
@@ -89,14 +90,15 @@ class LossyEngine(KVEngine):
         growing = [layer for layer in layers.values() if layer.cells_per_stream == max(x.cells_per_stream for x in layers.values())]
         own = Level(*self._own_formats())
         page_bytes = sum(own.page_bytes(layer) for layer in growing)
-        headroom = page_bytes * -(-(self._ahead + stats.page_tokens) // stats.page_tokens)
+        headroom = page_bytes * -(-self._ahead // stats.page_tokens)  # so many tokens begin at most so many pages
         headroom = min(headroom, budget // 2)
         self._ahead = 2 * PLAN_STEPS
         slack = int(self._settings.slack * budget)
         self.counts.n_refreshes += 1
         if budget - tiers.held_bytes < headroom + slack:
-            room = budget - self._cache.figures.reserved_bytes - headroom - slack
+            room = int((budget - self._cache.figures.reserved_bytes - headroom) / SLAB_WASTE) - slack
             self._give_up(stats, plan.keep, layers, own, room)
+            self._drop_shortfall(stats, plan.keep, layers, headroom)
 
     def _follow_free_memory(self) -> None:
         if self._keeper is None:
@@ -123,15 +125,34 @@ class LossyEngine(KVEngine):
         first = next(iter(layers.values()))  # heads of all layers that grow are alike
         levels = ladder(own.fmt_k, own.fmt_v, first) if self._settings.compress else (own,)
         sizes = np.array([level.page_bytes(first) for level in levels], np.int64)
-        room -= int(sizes[0]) * int(np.count_nonzero(on_host & stats.protected))
+        # what is protected is never gone, but only the newest pages are still written to
+        sinks = np.flatnonzero(on_host & stats.protected & (stats.age > 2 * stats.page_tokens))
+        n_newest = int(np.count_nonzero(on_host & stats.protected)) - len(sinks)
+        sink_level = min(1, len(levels) - 1)
+        room -= int(sizes[0]) * n_newest + int(sizes[sink_level]) * len(sinks)
         free = np.flatnonzero(on_host & ~stats.protected)
         wanted = assign(keep[free], sizes, max(0, room))
         current = np.array([_level_index(levels, FORMATS[formats[i]]) for i in free], np.int64)
         gone = free[wanted == len(levels)]
         self._drop(stats, gone[np.argsort(keep[gone], kind="stable")], layers)
+        if sink_level:
+            sinks = sinks[[_level_index(levels, FORMATS[formats[i]]) < sink_level for i in sinks]] if len(sinks) else sinks
+            self._reencode(stats, sinks, levels[sink_level])
         for index in range(len(levels) - 1, 0, -1):
             going = free[(wanted == index) & (current < index)]
             self._reencode(stats, going, levels[index])
+        self._cache.compact()
+
+    def _drop_shortfall(self, stats: PageStats, keep: Floats, layers: dict[int, LayerFigures], headroom: int) -> None:
+        """What is wanted least goes where fewer bits have not given enough room: else the library would take what is largest."""
+        tiers = self._cache.figures.tiers["host"]
+        short = headroom - ((tiers.budget_bytes or 0) - tiers.held_bytes)
+        if short <= 0 or tiers.n_pages == 0:
+            return
+        n = 1 + int(short / max(1, tiers.used_bytes // tiers.n_pages))
+        order = np.argsort(np.where(stats.protected | (stats.tier != HOST), np.float32(np.inf), keep), kind="stable")
+        candidates = order[: int(np.count_nonzero((stats.tier == HOST) & ~stats.protected))]
+        self._drop(stats, candidates[:n], layers)
         self._cache.compact()
 
     def _formats(self, stats: PageStats) -> npt.NDArray[np.uint8]:

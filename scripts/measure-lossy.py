@@ -2,7 +2,7 @@
 
     python scripts/measure-lossy.py TEXT --keep 0.5 0.2 --rows delta lru h2o -o table.jsonl
 
-A row is a policy, or `delta` without a part of its memory: delta-no-compress, delta-no-online, delta-spread.
+A row is a policy, or `delta` without a part of its memory: delta-no-compress, delta-no-online, delta-online-4 (4 % of the budget), delta-spread-4.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvtier.settings import KVSettings
 MEMORY = {
     "delta-no-compress": MemorySettings(compress=False),
     "delta-no-online": MemorySettings(online_share=0.0),
-    "delta-spread": MemorySettings(spread=True),
+    "delta-online-4": MemorySettings(online_share=0.04),
+    "delta-spread-4": MemorySettings(online_share=0.04, spread=True),
     "delta-plain": MemorySettings(compress=False, online_share=0.0),
 }
 

@@ -12,16 +12,15 @@ import numpy.typing as npt
 
 from .. import hardware
 from ..errors import NativeError
-from ..figures import FORMATS, UNLIMITED, LayerFigures
+from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine
-from ..policies.base import HOST, PLAN_STEPS, Budgets, Floats, PageStats, Plan
+from ..policies.base import HOST, PLAN_STEPS, Floats, PageStats, Plan
 from ..summary import Summary
 from .budget import ShareKeeper
 from .levels import Level, assign, ladder
 from .online import OnlineState
 
-COMPACT_EVERY: Final = 1000  # tokens
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
@@ -33,13 +32,13 @@ class MemorySettings:
 
     Attributes:
         compress: pages are kept in fewer bits before they are dropped.
-        online_share: share of the host budget for the online state, 0: none.
+        online_share: share of the host budget for the online state, 0: none. More of it takes more from pages than it gives (docs/lossy.md).
         spread: the online state keeps the spread of its cells' keys.
         slack: share of the host budget that stays free for frames of other formats.
     """
 
     compress: bool = True
-    online_share: float = 0.04
+    online_share: float = 0.01
     spread: bool = False
     slack: float = 0.03
 
@@ -63,15 +62,10 @@ class LossyEngine(KVEngine):
         self._settings: Final = memory
         self._states: dict[int, OnlineState] = {}  # by array
         self._ahead = 2 * PLAN_STEPS
-        self._n_since_compact = 0
         self._n_reserved = -1
         share, budget = kv.settings.host_share, kv.settings.host
         self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
         self.counts: Final = MemoryFigures()
-
-    def budgets(self) -> Budgets:
-        """A policy only scores: what leaves, and how, is for `follow` to say."""
-        return Budgets(UNLIMITED, 0)
 
     def expect(self, n_tokens: int) -> None:
         """So many tokens come next: the next `follow` makes room for them."""

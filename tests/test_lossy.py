@@ -45,18 +45,18 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
 
 
 def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path) -> None:
-    """A quarter of the cache, with all that the policy delta does: pages lose bits, then become a share of the online state."""
-    budget = ALL_BYTES // 4
+    """With all that the policy delta does: pages lose bits, then become a share of the online state."""
+    budget = ALL_BYTES // 8
     settings = KVSettings(host=budget, fidelity="lossy")
     common = {"n_ctx": N_CTX, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
     with Llama(str(smollm2_path), kv_settings=settings, **common) as llm:
         assert llm.placement is not None and llm.placement.figures.policy in ("delta", "adaptive")
-        tokens = generate(llm, 1600)
+        tokens = generate(llm, 900)
         assert len(tokens) == N_PREDICT and llm.placement.settle(60.0)
         figures = llm.kv.figures
         assert figures.peak_host_bytes <= budget and figures.tiers["disk"].n_pages == 0
         host = figures.tiers["host"].bytes_by_format
-        assert min(host["q4_0"], host["q8_0"], host["f16"]) > 0
+        assert min(host["q4_0"], host["f16"]) > 0, host
         assert figures.reserved_bytes <= budget // 10
         plain = budget // (PAGE_BYTES + 64)
         assert figures.tiers["host"].n_pages > plain * 3 // 2  # more pages than the budget would hold whole

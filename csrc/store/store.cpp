@@ -179,7 +179,7 @@ static int open_store(const struct kvt_store_params * p, kvt_store * s, std::str
     s->protect_first = p->n_protect_first;
     s->protect_last  = p->n_protect_last;
     // pages of several formats come and go in a lossy store: small slabs are empty, and of use to another format, sooner
-    s->slabs.budget_bytes = p->lossy && p->host_bytes != UINT64_MAX ? p->host_bytes/4 : p->host_bytes;
+    s->slabs.budget_bytes = p->lossy && p->host_bytes != UINT64_MAX ? std::min<uint64_t>(p->host_bytes, std::max<uint64_t>(p->host_bytes/4, 4 << 20)) : p->host_bytes;
     s->slabs.limit_bytes  = p->host_bytes;
     s->stats.tier[KVT_TIER_HOST].budget_bytes = p->host_bytes;
     if (!s->has_disk) {

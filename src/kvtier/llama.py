@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LOSSY_POLICY: Final = "adaptive"
 MEMORY_POLICIES: Final = ("delta", "adaptive")
+SETTLE_S: Final = 60.0  # for room before a batch; the library makes it in its own way where the machine is too busy
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -260,7 +261,7 @@ def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None,
         if n_tokens > 1 and lossy is not None:  # a batch may need more room than single tokens leave: it is made first
             lossy.expect(n_tokens)
             placement.advance(PLAN_STEPS)
-            placement.settle()
+            placement.settle(SETTLE_S)
 
     decode.on_tokens = on_tokens
     if lossy is not None:

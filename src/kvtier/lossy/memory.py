@@ -21,6 +21,7 @@ from .budget import ShareKeeper
 from .levels import Level, assign, ladder
 from .online import OnlineState
 
+LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
@@ -84,13 +85,13 @@ class LossyEngine(KVEngine):
         growing = [layer for layer in layers.values() if layer.cells_per_stream == max(x.cells_per_stream for x in layers.values())]
         own = Level(*self._own_formats())
         page_bytes = sum(own.page_bytes(layer) for layer in growing)
-        headroom = page_bytes * -(-self._ahead // stats.page_tokens)  # so many tokens begin at most so many pages
+        headroom = int(SLAB_WASTE * page_bytes) * -(-self._ahead // stats.page_tokens)  # so many tokens begin at most so many pages
         headroom = min(headroom, budget // 2)
         self._ahead = 2 * PLAN_STEPS
-        slack = int(self._settings.slack * budget)
+        slack = max(int(self._settings.slack * budget), LEAST_SLACK)
         self.counts.n_refreshes += 1
         if budget - tiers.held_bytes < headroom + slack:
-            room = int((budget - self._cache.figures.reserved_bytes - headroom) / SLAB_WASTE) - slack
+            room = int((budget - self._cache.figures.reserved_bytes - headroom - slack) / SLAB_WASTE)
             self._give_up(stats, plan.keep, layers, own, room)
             self._drop_shortfall(stats, plan.keep, layers, headroom)
 
@@ -176,7 +177,10 @@ class LossyEngine(KVEngine):
             state = self._state(layer)
             if state is not None:
                 for page in pages:
-                    state.add(*self._cache.read_page(layer, page))
+                    try:
+                        state.add(*self._cache.read_page(layer, page))
+                    except NativeError as err:  # the library has dropped it just now
+                        _log.debug("a page is not summed up: %s", err.message)
                 self.counts.n_summed_tokens = sum(s.n_tokens for s in self._states.values())
                 self._cache.set_summary(layer, Summary(state.cells()))
             try:

@@ -32,7 +32,7 @@ def main() -> None:
     ) as llm:  # fmt: skip
         process = psutil.Process()
         llm.eval(llm.tokenize(b"It was the best of times, it was the worst of times,"))
-        n, start = 0, time.perf_counter()
+        n, n_before, start = 0, 0, time.perf_counter()
         while n < args.tokens:
             llm.eval([llm.sample(temp=0.9)])
             n += 1
@@ -41,10 +41,10 @@ def main() -> None:
                 f = llm.kv.figures
                 print(
                     f"{n:6d} tokens: rss {process.memory_info().rss / 2**20:.1f} MiB, cache {f.tiers['host'].held_bytes / 2**20:.2f} MiB "
-                    f"({f.tiers['host'].n_pages:,} pages, {f.tiers['none'].n_pages:,} gone), {args.every / seconds:.1f} tokens/s",
+                    f"({f.tiers['host'].n_pages:,} pages, {f.tiers['none'].n_pages:,} gone), {(n - n_before) / seconds:.1f} tokens/s",
                     flush=True,
                 )
-                start = time.perf_counter()
+                n_before, start = n, time.perf_counter()
 
 
 if __name__ == "__main__":

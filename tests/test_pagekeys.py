@@ -8,6 +8,7 @@ import numpy as np
 
 from kvtier import Llama
 from kvtier.pagekeys import PageKeys
+from kvtier.settings import KVSettings
 
 from .texts import source_text
 
@@ -33,3 +34,15 @@ def test_figures_are_those_of_the_pages(smollm2_path: Path) -> None:
         centre = np.mean(means, axis=0)
         assert np.allclose(novelty[:6], [1 - mean @ centre / np.linalg.norm(centre) for mean in means], atol=1e-4)
         assert not novelty[6:].any()
+
+
+def test_keys_apart_from_their_pages_are_read_too(smollm2_path: Path) -> None:
+    def keys(fidelity: str) -> np.ndarray:
+        settings = KVSettings(fidelity=fidelity, host_type_k="q8_0")
+        with Llama(str(smollm2_path), n_ctx=512, n_batch=256, n_ubatch=256, n_threads=1, verbose=False, kv_settings=settings) as llm:
+            llm.eval(llm.tokenize(source_text().encode())[:200])
+            return np.array(llm.kv.read_page(llm.kv.layer(0).figures, 2)[0])
+
+    exact = keys("exact")
+    assert np.abs(exact).max() > 0.1
+    assert np.array_equal(keys("bounded:0.05"), exact)  # of the first layer: nothing was left out before it

@@ -494,8 +494,10 @@ int kvt_domain_state::read_page(uint32_t array, uint32_t page, int part, float *
     if (!ref.data) {
         return kvt_fail(KVT_ERR_INVALID, "page %u of array %u has no content%s", page, array, ref.lost ? ": it was dropped" : "");
     }
+    const kvt_keys * apart = part == KVT_PART_K ? layer->keys : nullptr; // the page itself then holds values only
     for (int32_t cell = 0; cell < geo.page_tokens; cell++) {
-        kvt_page_get_f32(ref.layout, ref.data, (kvt_part) part, cell, out + (size_t) cell*width);
+        kvt_page_get_f32(apart ? &apart->layout : ref.layout, apart ? apart->data : ref.data, (kvt_part) part,
+            apart ? (int32_t) page*geo.page_tokens + cell : cell, out + (size_t) cell*width);
     }
     kvt_array_release(layer->array, &ref);
     return KVT_OK;

@@ -267,13 +267,14 @@ static void refusals() {
     refuse(geo, [](summary_data & s) { s.groups[1].coord[1][3] = NAN; });
 }
 
-int main() {
+int main(int argc, char ** argv) {
     const char * isas[8];
     const size_t n_isa = kvt_isa_list(isas, 8);
     kvt_attention * a = nullptr;
     CHECK(kvt_attention_create(&a, 2) == 0);
     const std::vector<scenario> all = scenarios();
     for (size_t i = 0; i < n_isa; i++) {
+        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
         for (const scenario & c : all) run(a, c, seed++, isas[i]);

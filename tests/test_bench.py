@@ -274,6 +274,8 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
         (["--prefill", "-1"], "negative"),
         (["--prefill", "100"], "shorter than one batch"),
         (["--kv-dir", "/nonexistent"], "no directory"),
+        (["--fidelity", "lossy"], "bounded:EPS"),
+        (["--fidelity", "bounded:2"], "EPS between 0 and 1"),
     ],
 )
 def test_bad_arguments(smollm2_path: Path, arguments: list[str], words: str) -> None:

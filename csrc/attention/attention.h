@@ -32,8 +32,6 @@ struct kvt_visibility;
 // mask: F16 bits, rows of n_kv entries, `nb_query` bytes from query to query; NULL: everything is visible.
 int  kvt_visibility_create (struct kvt_visibility ** out);
 int  kvt_visibility_compute(struct kvt_visibility * vis, const void * mask, size_t nb_query, int64_t n_kv, int64_t n_queries, int n_threads);
-// The pages (of page_tokens cells, counted from cell 0) that some query sees, in order. Returns how many; writes up to n_max.
-size_t kvt_visibility_pages(const struct kvt_visibility * vis, int32_t page_tokens, uint32_t * out, size_t n_max);
 void kvt_visibility_free   (struct kvt_visibility * vis);
 
 // Attention mass of one array (a layer's cells of all streams), accumulated over decode steps. Plain arrays that Python

@@ -96,19 +96,6 @@ extern "C" int kvt_visibility_compute(struct kvt_visibility * v, const void * ma
     return kvt_visibility_compute_heads(v, mask, nb_query, 0, 1, n_kv, n_queries, n_threads);
 }
 
-extern "C" size_t kvt_visibility_pages(const struct kvt_visibility * vis, int32_t page_tokens, uint32_t * out, size_t n_max) {
-    const uint8_t * any = kvt_vis_any(vis);
-    const size_t per_page = (size_t) page_tokens/KVT_SUB;
-    size_t n = 0;
-    for (size_t sub = 0; sub < vis->n_sub; sub++) {
-        const uint32_t page = (uint32_t) (sub/per_page);
-        if (!any[sub] || (n > 0 && n <= n_max && out[n - 1] == page)) continue;
-        if (n < n_max) out[n] = page;
-        n++;
-    }
-    return n;
-}
-
 extern "C" void kvt_visibility_free(struct kvt_visibility * v) {
     if (!v) return;
     kvt_buf_free(&v->cls);

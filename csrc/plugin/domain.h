@@ -27,7 +27,6 @@ struct kvt_layer {
     kvt_mass *       mass  = nullptr;
     kvt_keys *       keys  = nullptr;  // bounded fidelity only, as what follows
     kvt_digests *    digests = nullptr;
-    kvt_recall_report recall = {};     // since the cache was made
     kvt_recall_report last   = {};     // of the last step
     kvt_store *      store  = nullptr;
     kvt_page_source  source = {};

@@ -77,9 +77,10 @@ def command(
     kv_dir: Path | None = options["kv_dir"]
     if kv_dir is not None and not kv_dir.is_dir():
         raise MeasuringError(f"--kv-dir {kv_dir} is no directory", "Name a directory that exists and can be written.")
-    fidelity = KVSettings(fidelity=options.pop("fidelity")).fidelity
-    if fidelity == "exact":
-        fidelity = None
+    settings = KVSettings(fidelity=options.pop("fidelity"))
+    if settings.fidelity == "lossy":
+        raise MeasuringError("--fidelity lossy has no row here: what it reads depends on the budget", "Take bounded:EPS.")
+    fidelity = settings.fidelity if settings.eps is not None else None
     options["computed"] = options["computed"] or fidelity is not None
     plan = BenchPlan(model=find_model(model), prefill=n_prefill, fidelity=fidelity, tiers=not no_tiers, text=read_text(text_file), **options)
     start = time.monotonic()

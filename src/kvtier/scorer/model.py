@@ -134,7 +134,7 @@ def _parse(data: bytes, name: str) -> Scorer:
         meta: dict[str, Any] = json.loads(found.pop("meta").tobytes())
         if meta.get("kind") != "kvtier scorer":
             raise ValueError("kind")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, RuntimeError) as err:
         raise ScorerError(f"{name} is no scorer, or is damaged", _MAKE_ONE) from err
     if meta.get("version") != VERSION or meta.get("features_version") != FEATURES_VERSION or tuple(meta.get("features", ())) != FEATURES:
         raise ScorerError(

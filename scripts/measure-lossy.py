@@ -2,7 +2,9 @@
 
     python scripts/measure-lossy.py TEXT --keep 0.5 0.2 --rows delta lru h2o -o table.jsonl
 
-A row is a policy, or `delta` without a part of its memory: delta-no-compress, delta-no-online, delta-online-4 (4 % of the budget), delta-spread-4.
+A row is a policy, or `delta` with a part of it taken away or made larger: delta-no-scorer (present mass instead), delta-no-compress (pages are dropped as they
+are), delta-no-online (no summary cells), delta-online-4 (4 % of the budget for them), delta-spread-4, delta-plain (neither fewer bits nor cells).
+The weights are widened to F32 first, so that only the cache rounds.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import argparse
 import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from kvtier import Llama
+from kvtier.evaluation.widened import ModelFile
 from kvtier.lossy.memory import LossyEngine, MemorySettings
 from kvtier.models import resolve
+from kvtier.policies.base import Policy
+from kvtier.policies.delta import Delta
 from kvtier.settings import KVSettings
 
 MEMORY = {
@@ -26,6 +32,13 @@ MEMORY = {
     "delta-spread-4": MemorySettings(online_share=0.04, spread=True),
     "delta-plain": MemorySettings(compress=False, online_share=0.0),
 }
+
+
+def parts_of(row: str) -> tuple[str | Policy, MemorySettings | None]:
+    """The policy and the memory of a row."""
+    if row == "delta-no-scorer":
+        return Delta(scorer=None), None
+    return ("delta", MEMORY[row]) if row in MEMORY else (row, None)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -70,12 +83,18 @@ def main() -> None:
     parser.add_argument("--n-prompt", type=int, default=3840)
     parser.add_argument("--n-decode", type=int, default=256)
     parser.add_argument("--skip", type=int, default=0, help="characters of the text to leave out at its start")
+    parser.add_argument("-b", "--batch", type=int, default=64, help="tokens of a batch of the prompt")
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    path = str(resolve(args.model))
+    source = resolve(args.model)
+    with TemporaryDirectory() as folder, ModelFile(source, True, Path(folder) / source.stem, lambda: None) as model:
+        measure(str(model.path()), args)
+
+
+def measure(path: str, args: argparse.Namespace) -> None:
     n_all = args.n_prompt + args.n_decode
-    common = {"n_ctx": n_all + 32, "n_batch": 64, "n_ubatch": 64, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
+    common = {"n_ctx": n_all + 32, "n_batch": args.batch, "n_ubatch": args.batch, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
     with Llama(path, **common) as llm:
         text = llm.tokenize(args.text.read_text(encoding="utf-8")[args.skip :][: 8 * n_all].encode())[:n_all]
         exact, exact_s = logits_of(llm, text, args.n_prompt, False)
@@ -83,9 +102,9 @@ def main() -> None:
     print(f"exact: {n_bytes / 2**20:.1f} MiB, {1000 * exact_s:.1f} ms a token", flush=True)
     for keep in args.keep:
         for row in args.rows:
-            name, memory = ("delta", MEMORY[row]) if row in MEMORY else (row, None)
+            policy, memory = parts_of(row)
             settings = KVSettings(host=int(keep * n_bytes), fidelity="lossy")
-            with Llama(path, **common, kv_settings=settings, policy=name, kv_memory=memory) as llm:
+            with Llama(path, **common, kv_settings=settings, policy=policy, kv_memory=memory) as llm:
                 if llm.placement is not None:
                     llm.placement._planner._limit_s = 60.0  # quality is measured here, and the machine may be busy
                 ours, seconds = logits_of(llm, text, args.n_prompt, True)

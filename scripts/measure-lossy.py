@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.35, 0.2])
     parser.add_argument("--rows", nargs="+", default=["delta", "lru", "sink_window", "h2o", "key_diversity"])
     parser.add_argument("--n-prompt", type=int, default=3840)
-    parser.add_argument("--n-decode", type=int, default=256)
+    parser.add_argument("--n-decode", type=int, default=500)
     parser.add_argument("--skip", type=int, default=0, help="characters of the text to leave out at its start")
     parser.add_argument("-b", "--batch", type=int, default=64, help="tokens of a batch of the prompt")
     parser.add_argument("-t", "--threads", type=int, default=2)

@@ -21,10 +21,10 @@ SIZES = np.array([24640, 13120, 6976], np.int64)
 
 def test_bytes_of_a_page() -> None:
     levels = ladder("f16", "f16", LAYER)
-    assert [(level.fmt_k, level.fmt_v) for level in levels] == [("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")]
+    assert [(level.fmt_k, level.fmt_v) for level in levels] == [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0")]
     assert levels[0].page_bytes(LAYER) == 3 * 32 * 64 * 2 * 2 + 64
     assert levels[1].page_bytes(LAYER) == 3 * 32 * 2 * 2 * 34 + 64
-    assert ladder("q8_0", "q8_0", LAYER)[1:] == (Level("q4_0", "q4_0"),)
+    assert ladder("q8_0", "q8_0", LAYER)[1:] == (Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
     assert len(ladder("f16", "f16", LayerFigures(0, 0, 3, 40, 40, 32, 1, 4096, 128, 0, 0, 0, 0, 0))) == 1
 
 

@@ -145,7 +145,7 @@ int  kvt_domain_n_layers(kvt_domain * dom, uint32_t * out);
 int  kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out);
 // The pages of a layer: [n_pages] each, any may be NULL. INVALID unless the layer at index is still `array` (see
 // kvt_domain_layer) and has at most n_max pages: nothing is written then.
-int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use);
+int  kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint8_t * fmt_v, uint64_t * last_use);
 // Of llama.cpp's calls, which only report that they failed. A step that begins clears it; a kvt_ call's own is in kvt_last_error.
 int  kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size);   // length, 0 if there was none
 int  kvt_domain_last_code(kvt_domain * dom);                             // the code that goes with it, 0 if there was none

@@ -177,11 +177,11 @@ int kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out) 
     return guarded([&] { return dom->state->layer_figures(index, out); });
 }
 
-int kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) {
+int kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint8_t * fmt_v, uint64_t * last_use) {
     if (is_null(dom, "dom")) {
         return KVT_ERR_INVALID;
     }
-    return guarded([&] { return dom->state->pages(index, array, n_max, tier, fmt_k, last_use); });
+    return guarded([&] { return dom->state->pages(index, array, n_max, tier, fmt_k, fmt_v, last_use); });
 }
 
 int kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size) {

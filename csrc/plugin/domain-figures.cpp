@@ -102,7 +102,7 @@ int kvt_domain_state::layer_figures(uint32_t index, kvt_layer_figures * out) con
     return KVT_OK;
 }
 
-int kvt_domain_state::pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const {
+int kvt_domain_state::pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint8_t * fmt_v, uint64_t * last_use) const {
     std::lock_guard<std::mutex> lock(m_mutex);
     if (index >= m_layers.size()) {
         return kvt_fail(KVT_ERR_INVALID, "there is no layer %u: the caches have %zu", index, m_layers.size());
@@ -120,6 +120,7 @@ int kvt_domain_state::pages(uint32_t index, uint32_t array, size_t n_max, uint8_
         }
         if (tier)     { tier[page]     = info.tier; }
         if (fmt_k)    { fmt_k[page]    = info.fmt_k; }
+        if (fmt_v)    { fmt_v[page]    = info.fmt_v; }
         if (last_use) { last_use[page] = info.last_use; }
     }
     return KVT_OK;

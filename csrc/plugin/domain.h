@@ -83,7 +83,7 @@ public:
 
     int  figures(kvt_figures * out) const;
     int  layer_figures(uint32_t index, kvt_layer_figures * out) const;
-    int  pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint64_t * last_use) const;
+    int  pages(uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k, uint8_t * fmt_v, uint64_t * last_use) const;
     int  move(uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done);
     // see kvtier.h
     int  set_keep(uint32_t array, const float * scores, size_t n);

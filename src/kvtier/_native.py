@@ -204,14 +204,15 @@ class Domain:
         arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
         return LayerFigures(**counts, **arrays)
 
-    def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
-        """Of every page of a layer: tier (index into TIERS), format of K (into FORMATS), clock of its last use; [n_pages].
+    def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last use; [n_pages].
 
         Raises NativeError if the caches change meanwhile and the layer at `index` with them.
         """
         layer = self.layer(index)
         n = layer.n_pages
-        tier, fmt_k, last_use = np.zeros(n, np.uint8), np.zeros(n, np.uint8), np.zeros(n, np.uint64)
+        tier, fmt_k, fmt_v = (np.zeros(n, np.uint8) for _ in range(3))
+        last_use = np.zeros(n, np.uint64)
         _check(
             _lib.kvt_domain_pages(
                 self._open(),
@@ -220,10 +221,11 @@ class Domain:
                 n,
                 _ffi.from_buffer("uint8_t[]", tier),
                 _ffi.from_buffer("uint8_t[]", fmt_k),
+                _ffi.from_buffer("uint8_t[]", fmt_v),
                 _ffi.from_buffer("uint64_t[]", last_use),
             )
         )
-        return tier, fmt_k, last_use
+        return tier, fmt_k, fmt_v, last_use
 
     def last_error(self) -> NativeError | None:
         """What went wrong in the last step on this domain's caches, or since; None if nothing did."""

@@ -98,12 +98,13 @@ class LayerPages:
 
     Attributes:
         tier: uint8, index into kvtier.figures.TIERS.
-        format_k: uint8, index into kvtier.figures.FORMATS.
+        format_k, format_v: uint8, index into kvtier.figures.FORMATS.
         last_use: uint64, step of the last use.
     """
 
     tier: npt.NDArray[np.uint8]
     format_k: npt.NDArray[np.uint8]
+    format_v: npt.NDArray[np.uint8]
     last_use: npt.NDArray[np.uint64]
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..figures import LayerFigures
 
 SUB: Final = 32
+TOP_SHARE: Final = 0.15  # KL at 20 % of the bytes is a fifth lower than with 0, and not lower still with 0.4
 TRAILER_BYTES: Final = 64  # what a frame of the store has behind a page
 _BITS: Final = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}
 QUANTIZED: Final = ("q8_0", "q4_0", "q4_1")
@@ -20,7 +21,7 @@ QUANTIZED: Final = ("q8_0", "q4_0", "q4_1")
 class Level:
     """Formats of a page's keys and values."""
 
-    fmt_k: str  # tells the levels of a ladder apart
+    fmt_k: str
     fmt_v: str
 
     def page_bytes(self, layer: LayerFigures) -> int:
@@ -35,8 +36,8 @@ def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
     own = Level(fmt_k, fmt_v)
     if layer.d_k % SUB or layer.d_v % SUB or layer.d_v == 0:
         return (own,)
-    lower = (Level("q8_0", "q8_0"), Level("q4_0", "q4_0"))
-    return (own, *(level for level in lower if level.fmt_k != fmt_k and level.page_bytes(layer) < own.page_bytes(layer)))
+    lower = (Level("q8_0", "q8_0"), Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
+    return (own, *(level for level in lower if level.page_bytes(layer) < own.page_bytes(layer)))
 
 
 def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
@@ -48,7 +49,7 @@ def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: in
         room: bytes for all of them.
 
     Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at the
-    smallest level.
+    smallest level. When some are gone, `TOP_SHARE` of those that stay get the level above the smallest.
     """
     n, n_levels = len(keep), len(sizes)
     level = np.full(n, n_levels, np.int64)
@@ -56,7 +57,10 @@ def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: in
     if n == 0:
         return level
     if n * int(sizes[-1]) > room:
-        level[order[: max(0, room // int(sizes[-1]))]] = n_levels - 1
+        top_share = TOP_SHARE if n_levels > 1 else 0.0
+        n_kept = max(0, int(room / ((1 - top_share) * int(sizes[-1]) + top_share * int(sizes[-2:][0]))))
+        level[order[:n_kept]] = n_levels - 1
+        level[order[: int(top_share * n_kept)]] = n_levels - 2
         return level
     low = next(i for i in range(n_levels) if n * int(sizes[i]) <= room)  # the largest level that all fit at
     level[:] = low

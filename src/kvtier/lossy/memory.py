@@ -127,12 +127,11 @@ class LossyEngine(KVEngine):
         room -= int(sizes[0]) * n_newest + int(sizes[sink_level]) * len(sinks)
         free = np.flatnonzero(on_host & ~stats.protected)
         wanted = assign(keep[free], sizes, max(0, room))
-        current = np.array([_level_index(levels, FORMATS[formats[i]]) for i in free], np.int64)
+        current = _level_of(levels, formats[free])
         gone = free[wanted == len(levels)]
         self._drop(stats, gone[np.argsort(keep[gone], kind="stable")], layers)
         if sink_level:
-            sinks = sinks[[_level_index(levels, FORMATS[formats[i]]) < sink_level for i in sinks]] if len(sinks) else sinks
-            self._reencode(stats, sinks, levels[sink_level])
+            self._reencode(stats, sinks[_level_of(levels, formats[sinks]) < sink_level], levels[sink_level])
         for index in range(len(levels) - 1, 0, -1):
             going = free[(wanted == index) & (current < index)]
             self._reencode(stats, going, levels[index])
@@ -151,11 +150,12 @@ class LossyEngine(KVEngine):
         self._cache.compact()
 
     def _formats(self, stats: PageStats) -> npt.NDArray[np.uint8]:
-        """The format of each page's keys, index into FORMATS."""
-        out = np.zeros(len(stats), np.uint8)
+        """The formats of each page's keys and values, index into FORMATS: uint8 [n, 2]."""
+        out = np.zeros((len(stats), 2), np.uint8)
         for i in range(self._cache.n_layers):
             of_array = stats.array == self._cache.layer(i).figures.array
-            out[of_array] = self._cache.pages(i).format_k[stats.page[of_array]]
+            pages = self._cache.pages(i)
+            out[of_array] = np.stack([pages.format_k, pages.format_v], 1)[stats.page[of_array]]
         return out
 
     def _reencode(self, stats: PageStats, going: npt.NDArray[np.int64], level: Level) -> None:
@@ -211,5 +211,9 @@ class LossyEngine(KVEngine):
             self._n_reserved = wanted
 
 
-def _level_index(levels: tuple[Level, ...], fmt_k: str) -> int:
-    return next((i for i, level in enumerate(levels) if level.fmt_k == fmt_k), 0)
+def _level_of(levels: tuple[Level, ...], formats: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """The level of each page, from its formats [n, 2]; 0 for one of other formats: int64 [n]."""
+    out = np.zeros(len(formats), np.int64)
+    for i, level in enumerate(levels):
+        out[(formats == [FORMATS.index(level.fmt_k), FORMATS.index(level.fmt_v)]).all(1)] = i
+    return out

@@ -187,7 +187,7 @@ class Engine:
             mass = np.zeros(layer.n_pages, np.float32)
             if address:
                 mass[:] = np.ctypeslib.as_array((ctypes.c_float * layer.n_pages).from_address(address))
-            tier, _, _ = self._domain.pages(i)
+            tier = self._domain.pages(i)[0]
             parts.append((layer.layer, mass, tier))
         parts.sort(key=lambda part: part[0])
         if not parts:

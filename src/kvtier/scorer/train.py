@@ -28,8 +28,8 @@ class Training:
     steps: int = 6000
     batch: int = 1024
     rate: float = 1e-3
-    log_share: float = 0.3
-    decay: float = 0.3
+    log_share: float = 3.0
+    decay: float = 3.0
     seed: int = 0
 
 

@@ -276,3 +276,20 @@ def test_settings_that_cannot_be(smollm2_path: Path) -> None:
         llm.eval(llm.tokenize(source_text().encode())[:200])
         with pytest.raises(NativeError, match="lossy"):
             llm.kv.move(llm.kv.layers()[0].figures.array, [2], "gone")
+
+
+def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
+    """With caches of full size for layers with a window, pages before it may go, and no summary of them may be seen instead."""
+    common = {"n_ctx": 1792, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "swa_full": True}
+    logits = []
+    for settings in (KVSettings(), KVSettings(host="9MiB", fidelity="lossy")):
+        with Llama(str(gemma3_path), **common, kv_settings=settings) as llm:
+            prompt = llm.tokenize(source_text().encode())[:1600]
+            for first in range(0, len(prompt), 128):
+                llm.eval(prompt[first : first + 128])
+                if llm.placement is not None:
+                    assert llm.placement.settle(60)
+            logits.append(np.array(llm._ctx.get_logits()[: llm.n_vocab()], np.float32))
+            if settings.fidelity == "lossy":
+                assert llm.kv.figures.n_gone > 100
+    assert kl(logits[0], logits[1]) < 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -116,6 +117,9 @@ class Llama(llama_cpp.Llama):
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
         self._policy = policy
+        if memory is not None and self.context_params.swa_full and api.llama_model_n_swa(self._model.model) > 0:
+            # a summary is seen by every query, and would show layers with a window what lies before it
+            memory = replace(memory, online_share=0.0)
         self._placement = _start_placement(self._kv, chosen, memory, self._ctx.decode, self._model.vocab) if chosen is not None else None
 
     def _load(

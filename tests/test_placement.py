@@ -232,7 +232,7 @@ def test_lossy_memory_is_bounded_and_the_policy_says_what_leaves(policy: str, sm
             assert figures["peak_host_bytes"] <= 8 << 20
         pages = engine.pages()
         assert pages is not None
-        assert figures["n_gone"] > 50
+        assert (figures["n_gone"] > 50) == (policy == "sink_window")  # delta takes bits first, which is enough here
         assert engine.n_plans() >= 6
         of_layer = pages.tier[pages.layer == 0]
         held = np.flatnonzero(of_layer == HOST)

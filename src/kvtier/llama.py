@@ -24,7 +24,7 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
-from .lossy.memory import LossyEngine, MemorySettings
+from .lossy.memory import LossyEngine, MemorySettings, memory_for
 from .placement import KVEngine, Placement
 from .policies.base import PLAN_STEPS, Policy
 from .policies.registry import create as create_policy
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOSSY_POLICY: Final = "adaptive"
-MEMORY_POLICIES: Final = ("delta", "adaptive")
 SETTLE_S: Final = 60.0  # for room before a batch; the library makes it in its own way where the machine is too busy
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
@@ -239,14 +238,12 @@ class _Decode:
 
 
 def _memory(settings: KVSettings, policy: Policy | None, memory: MemorySettings | None) -> MemorySettings | None:
-    """What lossy fidelity does with a page before it is gone: the simple policies drop it as it is, which is their baseline."""
+    """What lossy fidelity does with a page before it is gone."""
     if settings.fidelity != "lossy":
         if memory is not None:
             raise SettingsError("kv_memory is given, but only lossy fidelity has an online memory", 'Add fidelity="lossy" to the settings.')
         return None
-    if memory is None and policy is not None and policy.name not in MEMORY_POLICIES:
-        return MemorySettings(compress=False, online_share=0.0)
-    return memory or MemorySettings()
+    return memory or memory_for(LOSSY_POLICY if policy is None else policy.name)
 
 
 def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None, decode: Any, vocab: Any) -> Placement:

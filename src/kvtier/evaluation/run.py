@@ -155,7 +155,7 @@ def build_of(config: Configuration) -> str:
 def _policies_hash() -> str:
     """Of everything that the built-in policies' decisions come from."""
     root = Path(__file__).parents[1]
-    files = [root / "placement.py", *sorted((root / "policies").glob("*.py")), *sorted((root / "scorer").glob("*"))]
+    files = [root / "placement.py", *sorted((root / "policies").glob("*.py")), *sorted((root / "lossy").glob("*.py")), *sorted((root / "scorer").glob("*"))]
     digest = hashlib.sha256()
     for path in files:
         if path.is_file():

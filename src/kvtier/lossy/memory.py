@@ -23,6 +23,7 @@ from .online import OnlineState
 
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
+MEMORY_POLICIES: Final = ("delta", "adaptive")
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ class MemorySettings:
     online_share: float = 0.01
     spread: bool = False
     slack: float = 0.03
+
+
+def memory_for(policy: str) -> MemorySettings:
+    """What goes with a policy: the simple ones drop pages as they are, which is their baseline."""
+    return MemorySettings() if policy in MEMORY_POLICIES else MemorySettings(compress=False, online_share=0.0)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..policies.base import PLAN_STEPS
 from ..settings import KVSettings
 from . import state as states
 from .config import GGML_TYPES, Configuration, Opening
@@ -53,6 +54,7 @@ class Engine:
         llama_cpp.llama_backend_init()
         self._domain: Any = None
         self._placement: Any = None
+        self._lossy: Any = None
         self._model: Any = None
         self._ctx: Any = None
         try:
@@ -97,12 +99,15 @@ class Engine:
     def _start_policy(self, config: Configuration) -> None:
         """A policy that makes its plans between steps rather than beside them: the same run gives the same figures."""
         from ..kv import CacheLease, KVCache
+        from ..lossy.memory import LossyEngine, memory_for
         from ..placement import KVEngine, Placement
         from ..policies.registry import create
 
-        cache = KVCache(self._domain, CacheLease(lambda: None), KVSettings.from_native(config.settings))
-        self._pages = KVEngine(cache, lambda tokens: self.text(tokens))
-        self._placement = Placement(self._pages, create(config.policy), report=lambda _text: None)
+        settings, policy = KVSettings.from_native(config.settings), create(config.policy)
+        cache = KVCache(self._domain, CacheLease(lambda: None), settings)
+        self._lossy = LossyEngine(cache, memory_for(policy.name), self.text) if settings.fidelity == "lossy" else None
+        self._pages = self._lossy or KVEngine(cache, self.text)
+        self._placement = Placement(self._pages, policy, report=lambda _text: None)
 
     def _failure(self, what: str) -> Exception:
         """The error for a failed call: with what the native library or llama.cpp's log has to say."""
@@ -236,6 +241,10 @@ class Engine:
 
     def _decode(self, tokens: Sequence[int], logits: bool) -> None:
         batch, n = self._batch, len(tokens)
+        if n > 1 and self._lossy is not None:  # room for a batch is made first
+            self._lossy.expect(n)
+            self._placement.advance(PLAN_STEPS)
+            self._placement.settle()
         batch.n_tokens = n
         for i, token in enumerate(tokens):
             batch.token[i] = token

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvtier.lossy.memory import MEMORY_POLICIES
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
@@ -75,15 +76,16 @@ def kl(reference: npt.NDArray[np.float32], logits: npt.NDArray[np.float32]) -> f
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
-def check(run: Run, fidelity: str, exact: Run) -> None:
+def check(run: Run, fidelity: str, exact: Run, loses_bits: bool = False) -> None:
     assert np.isfinite(run.logits).all()
     assert run.peak <= run.budget
     if fidelity == "exact":
         assert np.array_equal(run.logits, exact.logits)
         assert run.figures["recall_rows"] == 0 and run.figures["n_gone"] == 0
     elif fidelity == "lossy":
-        assert run.figures["n_gone"] > 0 and run.figures["disk_writes"] == 0
-        assert kl(exact.logits, run.logits) < 1.5  # half of the cache is gone: different, not garbage
+        assert (run.figures["n_gone"] == 0) == loses_bits and run.figures["disk_writes"] == 0
+        # half of the cache is gone: different, not garbage; with fewer bits all of it fits
+        assert kl(exact.logits, run.logits) < (0.3 if loses_bits else 1.5)
     else:
         assert 0.0 < run.figures["max_omitted"] <= 0.05 + 1e-5
         assert run.figures["max_omitted"] <= run.figures["max_bound"]
@@ -97,7 +99,7 @@ def test_every_policy_with_every_fidelity(smollm2_path: Path, tmp_path: Path, ex
     tier = "gone" if fidelity == "lossy" else "disk"
     spec, budget = spec_of(fidelity, "f16", tier, tmp_path, policy)
     run = measure(smollm2_path, spec, budget)  # a policy that fails ends it with an error
-    check(run, fidelity, exact["f16"])
+    check(run, fidelity, exact["f16"], policy in MEMORY_POLICIES)
     assert run.n_plans >= 2
 
 

@@ -254,7 +254,8 @@ def test_the_example_of_the_documents_is_a_policy() -> None:
 
 def test_delta_keeps_what_is_sharp_of_equal_mass() -> None:
     stats = random_stats(np.random.default_rng(0), 1, 20)
-    alike = {name: np.full(20, 0.05, np.float32) for name in ("mass_mean", "mass_max", "mass_long", "uses", "idle", "age", "key_norm", "key_novelty")}
+    names = ("mass_mean", "mass_max", "mass_long", "uses", "idle", "age", "key_norm", "value_norm", "key_novelty")
+    alike = {name: np.full(20, 0.05, np.float32) for name in names}
     sharp = np.full(20, 0.05 / 32**0.5, np.float32)
     sharp[7] = 0.05
     keep = create("delta").plan(replace(stats, **alike, mass_sharp=sharp), Budgets(15_000, 0)).keep

@@ -25,6 +25,8 @@ def test_bytes_of_a_page() -> None:
     assert levels[0].page_bytes(LAYER) == 3 * 32 * 64 * 2 * 2 + 64
     assert levels[1].page_bytes(LAYER) == 3 * 32 * 2 * 2 * 34 + 64
     assert ladder("q8_0", "q8_0", LAYER)[1:] == (Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
+    assert ladder("q4_0", "f16", LAYER)[1:] == (Level("q4_0", "q4_0"),)  # nothing gains bits
+    assert ladder("f16", "q4_0", LAYER)[1:] == (Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
     assert len(ladder("f16", "f16", LayerFigures(0, 0, 3, 40, 40, 32, 1, 4096, 128, 0, 0, 0, 0, 0))) == 1
 
 

@@ -24,9 +24,9 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
-from .lossy.memory import LossyEngine, MemorySettings, memory_for
+from .lossy.memory import LossyEngine, MemorySettings, make_room, memory_for
 from .placement import KVEngine, Placement
-from .policies.base import PLAN_STEPS, Policy
+from .policies.base import Policy
 from .policies.registry import create as create_policy
 from .settings import KVSettings
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOSSY_POLICY: Final = "adaptive"
-SETTLE_S: Final = 60.0  # for room before a batch; the library makes it in its own way where the machine is too busy
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -259,10 +258,8 @@ def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None,
         placement.advance(len(tokens))
 
     def before(n_tokens: int) -> None:
-        if n_tokens > 1 and lossy is not None:  # a batch may need more room than single tokens leave: it is made first
-            lossy.expect(n_tokens)
-            placement.advance(PLAN_STEPS)
-            placement.settle(SETTLE_S)
+        if n_tokens > 1 and lossy is not None:
+            make_room(lossy, placement, n_tokens)
 
     decode.on_tokens = on_tokens
     if lossy is not None:

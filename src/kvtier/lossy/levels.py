@@ -37,7 +37,8 @@ def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
     if layer.d_k % SUB or layer.d_v % SUB or layer.d_v == 0:
         return (own,)
     lower = (Level("q8_0", "q8_0"), Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
-    return (own, *(level for level in lower if level.page_bytes(layer) < own.page_bytes(layer)))
+    fewer = (level for level in lower if _BITS[level.fmt_k] <= _BITS[fmt_k] and _BITS[level.fmt_v] <= _BITS[fmt_v])
+    return (own, *(level for level in fewer if level.page_bytes(layer) < own.page_bytes(layer)))
 
 
 def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
@@ -57,10 +58,10 @@ def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: in
     if n == 0:
         return level
     if n * int(sizes[-1]) > room:
-        top_share = TOP_SHARE if n_levels > 1 else 0.0
-        n_kept = max(0, int(room / ((1 - top_share) * int(sizes[-1]) + top_share * int(sizes[-2:][0]))))
-        level[order[:n_kept]] = n_levels - 1
-        level[order[: int(top_share * n_kept)]] = n_levels - 2
+        low, top = n_levels - 1, max(0, n_levels - 2)
+        n_kept = max(0, int(room / ((1 - TOP_SHARE) * sizes[low] + TOP_SHARE * sizes[top])))
+        level[order[:n_kept]] = low
+        level[order[: int(TOP_SHARE * n_kept)]] = top
         return level
     low = next(i for i in range(n_levels) if n * int(sizes[i]) <= room)  # the largest level that all fit at
     level[:] = low

@@ -14,7 +14,7 @@ from .. import hardware
 from ..errors import NativeError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
-from ..placement import KVEngine
+from ..placement import KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, PageStats, Plan
 from ..summary import Summary
 from .budget import ShareKeeper
@@ -24,6 +24,7 @@ from .online import OnlineState
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 MEMORY_POLICIES: Final = ("delta", "adaptive")
+SETTLE_S: Final = 60.0  # for room before a batch
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
 
@@ -215,6 +216,13 @@ class LossyEngine(KVEngine):
         if self._n_reserved != wanted and layers:
             self._cache.reserve(wanted)
             self._n_reserved = wanted
+
+
+def make_room(engine: LossyEngine, placement: Placement, n_tokens: int) -> bool:
+    """Before a batch, which may need more room than single tokens leave. False if the plan was not made in time: the library then makes room in its own way."""
+    engine.expect(n_tokens)
+    placement.advance(PLAN_STEPS)
+    return placement.settle(SETTLE_S)
 
 
 def _level_of(levels: tuple[Level, ...], formats: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

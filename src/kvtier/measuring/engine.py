@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.base import PLAN_STEPS
 from ..settings import KVSettings
 from . import state as states
 from .config import GGML_TYPES, Configuration, Opening
@@ -21,6 +20,7 @@ from .errors import MeasuringError, StateLayoutError
 
 _TEMPLATE_TOKENS = 256  # real tokens whose cells fill a longer context
 
+_PLAN_S = 60.0  # that a plan may take on a machine with too much to do
 _CELL_HEAD_BYTES = 12  # position, number of sequences and sequence of a cell in a saved state
 
 
@@ -241,10 +241,10 @@ class Engine:
 
     def _decode(self, tokens: Sequence[int], logits: bool) -> None:
         batch, n = self._batch, len(tokens)
-        if n > 1 and self._lossy is not None:  # room for a batch is made first
-            self._lossy.expect(n)
-            self._placement.advance(PLAN_STEPS)
-            self._placement.settle()
+        if n > 1 and self._lossy is not None:
+            from ..lossy.memory import make_room
+
+            self._must_settle(make_room(self._lossy, self._placement, n))
         batch.n_tokens = n
         for i, token in enumerate(tokens):
             batch.token[i] = token
@@ -261,9 +261,13 @@ class Engine:
         if self._placement is not None:
             self._pages.advance(tokens)
             self._placement.advance(n)
-            self._placement.settle()
-            if self._placement.figures.problem:
-                raise MeasuringError(f"the policy {self._opening.config.policy} failed: {self._placement.figures.problem}")
+            self._must_settle(self._placement.settle(_PLAN_S))
+
+    def _must_settle(self, settled: bool) -> None:
+        """Figures of a policy that failed, or of steps that did not wait for its plan, would be another's."""
+        name, problem = self._opening.config.policy, self._placement.figures.problem
+        if problem or not settled:
+            raise MeasuringError(f"the policy {name} failed: {problem or f'no plan within {_PLAN_S:.0f} s'}")
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Process `tokens` in batches of `n_batch`; seconds. Only the very last has logits."""

@@ -135,6 +135,9 @@ static bool droppable(const page_entry & p) {
 static bool drop_first_clean(kvt_store * s, store_lock & lk) {
     for (size_t i = 0; i < s->victims.size(); i++) {
         const kvt_page_id id = s->victims[i].id;
+        if (page_of(s, id).io == IO_WRITING) {
+            return false; // it leaves first, however fast the others' writes are: what goes does not depend on time
+        }
         if (droppable(page_of(s, id))) {
             s->victims.erase(s->victims.begin() + (ptrdiff_t) i);
             store_drop_host(s, lk, s->arrays[id.array], id.page);

@@ -1,7 +1,9 @@
-// Upstream's test-llama-archs looks only at the backends that are linked in. Linked beside its unchanged source, this
-// loads the one named by GGML_BACKEND_PATH before main runs, as ggml_backend_load_all would.
+// Linked beside test-llama-archs' unchanged source, for two things that it leaves out. It looks only at the backends that are
+// linked in: this loads the one named by GGML_BACKEND_PATH before main runs, as ggml_backend_load_all would. And it ends
+// without waiting for llama.cpp's logger, whose thread then takes the last rows with it: this waits.
 
 #include "ggml-backend.h"
+#include "log.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +17,7 @@ struct backend_preloader {
             std::fprintf(stderr, "preload-backend: cannot load GGML_BACKEND_PATH=%s\n", path ? path : "(unset)");
             std::exit(2);
         }
+        std::atexit([] { common_log_flush(common_log_main()); });
     }
 };
 

@@ -90,6 +90,7 @@ def arch_rows(programs: Path) -> list[ArchRow]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
     assert done.returncode in (0, 1), f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert "\nSummary: " in plain, f"the output ends early:\n{plain[-3000:]}"
     rows = []
     for line in plain.splitlines():
         cells = [cell.strip() for cell in line.split("|")]

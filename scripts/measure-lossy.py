@@ -20,11 +20,13 @@ import numpy as np
 from kvtier import Llama
 from kvtier.evaluation.widened import ModelFile
 from kvtier.lossy.memory import LossyEngine, MemorySettings
+from kvtier.measuring.text import read_text
 from kvtier.models import resolve
 from kvtier.policies.base import Policy
 from kvtier.policies.delta import Delta
 from kvtier.settings import KVSettings
 
+LIBRARY = "python"
 MEMORY = {
     "delta-no-compress": MemorySettings(compress=False),
     "delta-no-online": MemorySettings(online_share=0.0),
@@ -76,7 +78,7 @@ def compare(exact: list[np.ndarray], ours: list[np.ndarray], text: list[int], n_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", help="a UTF-8 file, or the word python for sources of Python's standard library")
     parser.add_argument("-m", "--model", default="smollm2")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.35, 0.2])
     parser.add_argument("--rows", nargs="+", default=["delta", "lru", "sink_window", "h2o", "key_diversity"])
@@ -96,7 +98,7 @@ def measure(path: str, args: argparse.Namespace) -> None:
     n_all = args.n_prompt + args.n_decode
     common = {"n_ctx": n_all + 32, "n_batch": args.batch, "n_ubatch": args.batch, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
     with Llama(path, **common) as llm:
-        text = llm.tokenize(args.text.read_text(encoding="utf-8")[args.skip :][: 8 * n_all].encode())[:n_all]
+        text = llm.tokenize(read_text(None if args.text == LIBRARY else Path(args.text))[args.skip :][: 8 * n_all].encode())[:n_all]
         exact, exact_s = logits_of(llm, text, args.n_prompt, False)
         n_bytes = llm.kv.figures.tiers["host"].used_bytes
     print(f"exact: {n_bytes / 2**20:.1f} MiB, {1000 * exact_s:.1f} ms a token", flush=True)

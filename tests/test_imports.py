@@ -17,7 +17,8 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in s
 LAYERS = (
     {"errors", "figures", "sizes", "hardware", "summary"},
     {"gguf", "models", "_hub"},
-    {"settings"},
+    {"settings", "modelshape"},
+    {"cachetypes"},
     {"_native"},
     {"kv", "runtime"},
     {"policies/base"},

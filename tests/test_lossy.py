@@ -69,7 +69,9 @@ def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exact(smollm2_path: Path) -> list[int]:
-    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1) as llm:
+    """With F16 pages of rotated keys and values, which round as a lossy cache's do."""
+    rotated = {"type_k": "q8_0", "type_v": "q8_0", "kv_settings": KVSettings(host_type_k="f16", host_type_v="f16")}
+    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1, **rotated) as llm:
         return generate(llm)
 
 

@@ -13,6 +13,7 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 
 from . import _native, gguf, runtime
+from .cachetypes import cache_types
 from .errors import (
     CancelledError,
     ContextLengthError,
@@ -56,7 +57,8 @@ class Llama(llama_cpp.Llama):
             and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
-        type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names; f16 by default.
+        type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
+            or become quantized, so that llama.cpp rotates what is rounded (see kvtier.cachetypes).
 
     Raises:
         GgufError: the file is missing or no usable model.
@@ -94,19 +96,21 @@ class Llama(llama_cpp.Llama):
             "disk_type_v": kv_disk_type_v,
             "page_tokens": page_tokens,
         }
-        settings = _merge(kv_settings, own).with_cache_types(_type_name("type_k", type_k), _type_name("type_v", type_v))
+        asked = _type_name("type_k", type_k), _type_name("type_v", type_v)
+        settings = _merge(kv_settings, own).with_cache_types(*asked)
         _check_arguments(kwargs)
         if policy is None and settings.fidelity == "lossy":
             policy = LOSSY_POLICY
         chosen = create_policy(policy) if isinstance(policy, str) else policy
         memory = _memory(settings, chosen, kv_memory)
-        gguf.read_model(model_path)  # llama.cpp must never see a damaged file
+        headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
+        nominal = cache_types(settings, headers[0], *asked)
 
         loaded = runtime.load()
         _make_dir(settings)
         domain = _native.Domain(settings.to_native())
         try:
-            self._load(loaded, domain, str(model_path), _ggml_type(type_k), _ggml_type(type_v), kwargs)
+            self._load(loaded, domain, str(model_path), runtime.GGML_TYPES[nominal[0]], runtime.GGML_TYPES[nominal[1]], kwargs)
         except BaseException:
             if "_stack" in self.__dict__:
                 self._stack.close()
@@ -300,12 +304,6 @@ def _type_name(argument: str, value: int | str | None) -> str | None:
             f"Take one of {', '.join(runtime.GGML_TYPES)}.",
         )
     return name
-
-
-def _ggml_type(value: int | str | None) -> int:
-    """The nominal type that llama.cpp sees. F32 pages go under a nominal F16: an F32 cache it would cast to F16 as a whole, at every step."""
-    number = runtime.GGML_TYPES[value.lower()] if isinstance(value, str) else value
-    return runtime.GGML_TYPES["f16"] if number is None or number == runtime.GGML_TYPES["f32"] else int(number)
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cachetypes import AUTO
 from ..measuring.config import Configuration
 from ..settings import KVSettings
 
@@ -56,8 +57,8 @@ def resident(fmt: str) -> Configuration:
 
 def bounded(fidelity: str, fmt: str) -> Configuration:
     """kvtier that reads values by weight: keys in Q8_0, values in `fmt`, all in RAM."""
-    settings = KVSettings(fidelity=fidelity, host_type_v=fmt).with_cache_types("f16", "f16")
-    return Configuration(f"kvtier {fmt} {fidelity}", "kvtier", settings=settings.to_native())
+    settings = KVSettings(fidelity=fidelity, host_type_v=fmt).with_cache_types(None, None)
+    return Configuration(f"kvtier {fmt} {fidelity}", "kvtier", AUTO, AUTO, settings=settings.to_native())
 
 
 def bounded_quarter(exact: Configuration, cache_bytes: int, directory: Path, fidelity: str) -> Configuration:
@@ -68,7 +69,7 @@ def bounded_quarter(exact: Configuration, cache_bytes: int, directory: Path, fid
     keys = int(cache_bytes / 2 * KEY_SHARE)
     settings = KVSettings(host=int(keys * 1.08) + cache_bytes // 8, disk=cache_bytes + (1 << 30), dir=directory, fidelity=fidelity, host_type_v="f16")
     name = f"{exact.name} {fidelity}"
-    return Configuration(name, "kvtier", settings=settings.with_cache_types("f16", "f16").to_native())
+    return Configuration(name, "kvtier", AUTO, AUTO, settings=settings.with_cache_types(None, None).to_native())
 
 
 def quarter(cache_bytes: int, directory: Path) -> Configuration:

@@ -82,6 +82,7 @@ class _Bench:
 
     def lane(self, stack: ExitStack, config: Configuration, context: int) -> _Lane | None:
         """An open process whose context holds `context` tokens."""
+        config = config.for_model(self.plan.model)
         self.report(f"{config.name}: filling {context:,} tokens")
         child = self.open(stack, config, context)
         if child is None:

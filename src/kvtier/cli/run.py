@@ -53,8 +53,8 @@ class _Job:
     n_ctx: int
     n_ctx_train: int
     settings: KVSettings
-    type_k: str
-    type_v: str
+    type_k: str | None
+    type_v: str | None
     n_threads: int
     n_batch: int
     n_ubatch: int
@@ -121,11 +121,11 @@ class _Job:
     "-ctk",
     "--cache-type-k",
     type=FORMAT,
-    default="f16",
+    default=None,
     metavar="FMT",
-    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.",
+    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are quantized]",
 )
-@option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")
+@option("-ctv", "--cache-type-v", type=FORMAT, default=None, metavar="FMT", help="Cache type of values.  [default: likewise]")
 @kv_options
 @policy_option
 @option(

@@ -116,7 +116,7 @@ class _Run:
 
     def key(self, config: Configuration) -> str:
         build = build_of(config)
-        return row_key(config, {**self.context, "build": build, "reference": self.reference_key})
+        return row_key(config.for_model(self.plan.model), {**self.context, "build": build, "reference": self.reference_key})
 
 
 def _for_reference(config: Configuration) -> Configuration:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from ..cachetypes import AUTO, cache_types
+from ..gguf import read_model
 from ..settings import KVSettings
 from .errors import MeasuringError
 
@@ -19,8 +22,9 @@ GGML_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 
 class Configuration:
     """One engine with one way of keeping the KV cache.
 
-    `type_k` and `type_v` are llama.cpp's nominal types. `settings` is kvtier's settings string (``host=2GiB,...``),
-    empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on. `policy` places kvtier's pages; empty: the library's own.
+    `type_k` and `type_v` are llama.cpp's nominal types; "auto" (kvtier): what suits the pages, see `for_model`. `settings` is
+    kvtier's settings string (``host=2GiB,...``), empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on.
+    `policy` places kvtier's pages; empty: the library's own.
     """
 
     name: str
@@ -33,13 +37,20 @@ class Configuration:
 
     def __post_init__(self) -> None:
         for kind in (self.type_k, self.type_v):
-            if kind not in GGML_TYPES:
+            if kind not in GGML_TYPES and not (kind == AUTO and self.engine == "kvtier"):
                 raise MeasuringError(f"unknown KV type {kind!r}: one of {', '.join(GGML_TYPES)}")
         if self.engine == "kvtier" and not self.flash_attn:
             raise MeasuringError("kvtier needs flash attention: V must not be transposed")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def for_model(self, model: str | Path) -> Configuration:
+        """The same with the types that a run with this model has, where they are "auto". Raises KvtierError."""
+        if AUTO not in (self.type_k, self.type_v):
+            return self
+        type_k, type_v = cache_types(KVSettings.from_native(self.settings), read_model(model)[0], self.type_k, self.type_v)
+        return replace(self, type_k=type_k, type_v=type_v)
 
     def make_directory(self) -> None:
         """Make the disk tier's directory if it is the user's cache folder; one that was named must exist."""
@@ -64,7 +75,7 @@ def rope_for(n_ctx: int, n_ctx_train: int) -> Rope:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a worker needs to open a model."""
+    """What a worker needs to open a model; makes `config` one for this model."""
 
     model: str
     config: Configuration
@@ -72,6 +83,9 @@ class Opening:
     n_threads: int
     n_batch: int = 512
     rope: Rope = field(default_factory=Rope)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.config.for_model(self.model))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, Final, get_args, get_type_hints
 
+from ..cachetypes import AUTO
 from ..errors import KvtierError, UsageError
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
@@ -45,17 +46,16 @@ def parse_spec(text: str) -> Configuration:
         )
     pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), POLICY_KEY))
     policy = pairs.pop(POLICY_KEY, "")
-    type_k, type_v = _cache_types(spec, pairs)
+    asked = _cache_types(spec, pairs)
     try:
         if engine == "stock":
             flash_attn = _switch(pairs.get("flash-attn", "on"))
-            return Configuration(spec, "stock", type_k, type_v, flash_attn)
+            return Configuration(spec, "stock", asked[0] or "f16", asked[1] or "f16", flash_attn)
         if policy:
             create_policy(policy)  # an unknown name is an error here
-        settings = _settings(spec, pairs).with_cache_types(type_k, type_v)
-        # llama.cpp casts a nominal F32 cache to F16 as a whole at every step; the rows reach us in F32 either way.
-        nominal = ["f16" if kind == "f32" else kind for kind in (type_k, type_v)]
-        return Configuration(spec, "kvtier", nominal[0], nominal[1], settings=settings.to_native(), policy=policy)
+        settings = _settings(spec, pairs).with_cache_types(*asked)
+        type_k, type_v = (AUTO if kind is None else "f16" if kind == "f32" else kind for kind in asked)
+        return Configuration(spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy)
     except SpecError:
         raise
     except (KvtierError, ValueError) as error:
@@ -81,13 +81,15 @@ def _pairs(spec: str, rest: str, allowed: tuple[str, ...]) -> dict[str, str]:
     return pairs
 
 
-def _cache_types(spec: str, pairs: dict[str, str]) -> tuple[str, str]:
-    both = pairs.get("cache", "f16")
-    kinds = [pairs.get(key, both).lower() for key in ("cache-k", "cache-v")]
+def _cache_types(spec: str, pairs: dict[str, str]) -> tuple[str | None, str | None]:
+    """Types of keys and values, None where none is named."""
+    both = pairs.get("cache")
+    kinds = [pairs.get(key, both) for key in ("cache-k", "cache-v")]
     for kind in kinds:
-        if kind not in GGML_TYPES:
+        if kind is not None and kind.lower() not in GGML_TYPES:
             raise SpecError(f"{spec}: {kind!r} is no cache type", f"Cache types: {', '.join(GGML_TYPES)}.")
-    return kinds[0], kinds[1]
+    k, v = (kind and kind.lower() for kind in kinds)
+    return k, v
 
 
 def _settings(spec: str, pairs: dict[str, str]) -> KVSettings:

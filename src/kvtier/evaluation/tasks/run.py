@@ -95,7 +95,7 @@ class _Run:
 
     def key(self, config: Configuration, prompt: Prompt) -> str:
         text = hashlib.sha256(json.dumps(prompt.to_dict()).encode()).hexdigest()
-        return row_key(config, {**self.context, "build": build_of(config), "prompt": text})
+        return row_key(config.for_model(self.plan.model), {**self.context, "build": build_of(config), "prompt": text})
 
     def rows_of(self, config: Configuration) -> tuple[TaskRow, ...]:
         """The rows of one configuration, task by task; answers that were missing are in the file afterwards."""

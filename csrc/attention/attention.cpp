@@ -182,7 +182,6 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
     const bool decode = op->geo.d_v != 0 && j->n_rows <= KVT_DECODE_ROWS;
     if (decode && op->recall) {
         err = kvt_recall_run(j);
-        if (!err && op->mass) err = kvt_mass_apply(j);
         a->stats.n_steps++;
         return err;
     }

@@ -11,20 +11,18 @@ static float row_max(const float * s, size_t n) {
     return vf_hmax(vf_max(a, b));
 }
 
-static float row_exp2(float * s, size_t n_subs, float m, float * sums) {
-    const vf ref = vf_set1(m);
-    vf all = vf_zero();
-    for (size_t i = 0; i < n_subs; i++, s += KVT_SUB) {
+static void weigh_sub(float * s, size_t ld, int n_rows, const float * m, float * sums) {
+    const vf least = vf_set1(-126.0f);
+    for (int r = 0; r < n_rows; r++, s += ld) {
+        const vf ref = vf_set1(m[r]);
         vf sum = vf_zero();
         KVT_UNROLL for (int v = 0; v < SUB_VECS; v++) {
-            const vf x = vf_exp2(vf_sub(vf_load(s + v*VW), ref));
+            const vf x = vf_exp2(vf_sub(vf_zero(), vf_max(vf_sub(ref, vf_load(s + v*VW)), least)));   // 2^min(s - m, 126)
             vf_store(s + v*VW, x);
             sum = vf_add(sum, x);
         }
-        sums[i] = vf_hsum(sum);
-        all = vf_add(all, sum);
+        sums[r] = vf_hsum(sum);
     }
-    return vf_hsum(all);
 }
 
 struct below { vf t[4], sum[4]; };

@@ -71,7 +71,8 @@ struct kvt_kernels {
 
     // bounded recall: rows of scores or weights, n a multiple of 32
     float (*row_max)(const float * s, size_t n);
-    float (*row_exp2)(float * s, size_t n_subs, float m, float * sums);                 // s = 2^(s - m); the sum of each sub, and of all
+    // one sub: row r's scores become 2^min(s - m[r], 126), sums[r] their sum
+    void  (*weigh_sub)(float * s, size_t ld, int n_rows, const float * m, float * sums);
     void  (*sums_below)(const float * p, size_t n, const float * t, float * out);       // out[i] += sum of the p < t[i], 4 of them
     // the same over subs[0], subs[stride], ...: sub s has the weights p[32*s] ..
     void  (*sums_below_subs)(const float * p, const uint32_t * subs, size_t n, size_t stride, const float * t, float * out);

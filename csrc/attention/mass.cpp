@@ -75,7 +75,7 @@ struct mass_work {
 };
 
 // probabilities of one sub, summed over the query heads
-static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, float * out) {
+static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, const float * factors, size_t ld_factors, float * out) {
     const size_t rows_per_head = (size_t) j->n_mass_queries*j->n_group;
     float f[KVT_SUB];
     memset(out, 0, KVT_SUB*sizeof(float));
@@ -83,16 +83,14 @@ static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, flo
         for (int g0 = 0; g0 < j->n_group; g0 += KVT_SUB) {
             const int n = j->n_group - g0 < KVT_SUB ? j->n_group - g0 : KVT_SUB;
             const size_t row = h*rows_per_head + (size_t) query*j->n_group + g0;
-            for (int g = 0; g < n; g++) {
-                f[g] = j->probs_m[(row + g)*j->ld_probs_m + sub];   // a factor by now
-            }
+            for (int g = 0; g < n; g++) f[g] = factors[(row + g)*ld_factors];
             j->k->mass_sub(j->probs + row*j->ld_probs + sub*KVT_SUB, j->ld_probs, n, f, out);
         }
     }
 }
 
 // Of a page that is gone the figures stay as they are: they are cleared when it is dropped.
-static bool is_gone(const struct kvt_job * j, size_t page) {
+bool kvt_mass_is_over(const struct kvt_job * j, size_t page) {
     if (!j->lost || !j->lost[page]) return false;
     for (int s = 0; s < j->subs_per_page; s++) {
         if (j->lost[page][s] != UINT32_MAX) return false;
@@ -100,35 +98,38 @@ static bool is_gone(const struct kvt_job * j, size_t page) {
     return true;
 }
 
+float kvt_mass_take_sub(const struct kvt_job * j, int64_t query, size_t sub, bool seen, const float * factors, size_t ld_factors) {
+    struct kvt_mass * m = j->op->mass;
+    const size_t cell = (size_t) j->op->page_first*j->op->geo.page_tokens + sub*KVT_SUB;
+    float mass[KVT_SUB];
+    if (!seen || kvt_job_lost(j, sub) == UINT32_MAX) memset(mass, 0, sizeof(mass));
+    else mass_of_sub(j, query, sub, factors, ld_factors, mass);
+    return j->k->mass_update(m->token_mean + cell, m->token_max + cell, mass, (size_t) kvt_job_n_valid(j->op, sub), m->decay);
+}
+
+void kvt_mass_take_page(const struct kvt_job * j, size_t page, float total) {
+    struct kvt_mass * m = j->op->mass;
+    const size_t p = j->op->page_first + page;
+    m->page_mean[p] = m->decay*m->page_mean[p] + (1.0f - m->decay)*total;
+    m->page_max[p]  = total > m->page_max[p] ? total : m->page_max[p];
+}
+
 static void mass_pages(void * arg, int ith, int nth) {
     (void) ith; (void) nth;
     struct mass_work * w = (struct mass_work *) arg;
     struct kvt_job * j = w->j;
-    struct kvt_mass * m = j->op->mass;
     const int64_t q = j->n_mass_queries == j->op->n_queries ? w->query : j->op->n_queries - 1;
     const uint8_t * cls = kvt_vis_row(j->vis, (size_t) q/KVT_VIS_BLOCK);
-    const float decay = m->decay;
     for (;;) {
         const size_t first = w->next.fetch_add(64, std::memory_order_relaxed);
         if (first >= w->n_pages) return;
         for (size_t page = first; page < first + 64 && page < w->n_pages; page++) {
-            if (is_gone(j, page)) continue;
+            if (kvt_mass_is_over(j, page)) continue;
             float total = 0.0f;
-            for (int s = 0; s < j->subs_per_page; s++) {
-                const size_t sub = page*j->subs_per_page + s;
-                if (sub >= j->n_sub) break;
-                const size_t cell = (size_t) j->op->page_first*j->op->geo.page_tokens + sub*KVT_SUB;
-                float mass[KVT_SUB];
-                if (cls[sub] == KVT_VIS_NONE || kvt_job_lost(j, sub) == UINT32_MAX) {
-                    memset(mass, 0, sizeof(mass));
-                } else {
-                    mass_of_sub(j, w->query, sub, mass);
-                }
-                total += j->k->mass_update(m->token_mean + cell, m->token_max + cell, mass, (size_t) kvt_job_n_valid(j->op, sub), decay);
+            for (size_t s = page*j->subs_per_page; s < (page + 1)*j->subs_per_page && s < j->n_sub; s++) {
+                total += kvt_mass_take_sub(j, w->query, s, cls[s] != KVT_VIS_NONE, j->probs_m + s, j->ld_probs_m);   // factors by now
             }
-            const size_t p = j->op->page_first + page;
-            m->page_mean[p] = decay*m->page_mean[p] + (1.0f - decay)*total;
-            m->page_max[p]  = total > m->page_max[p] ? total : m->page_max[p];
+            kvt_mass_take_page(j, page, total);
         }
     }
 }

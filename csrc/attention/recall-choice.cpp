@@ -3,9 +3,12 @@
 
 #include "recall-impl.h"
 
-enum { DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64 };
+enum { DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64, MOST_AGAIN = 100 };
 
-static const float LOWEST_LOG2 = -44.0f;   // of a weight that a threshold is looked for; the largest weight is 1
+static const float LOWEST_LOG2 = -44.0f;   // thresholds are looked for from here on, relative to the row's sum
+static const float MOST_LOG2   = 1.0f;     // no weight is larger, relative to the power of two below the sum
+static const float MOST_SUM    = 1.2e24f;  // 2^80
+static const float RISE_LOG2   = 100.0f;   // lifts what made a sum of 2^80 or more to 2^-20 or more
 static const float PAGES_SHARE = 0.8f;     // of eps, for pages that would have to be read
 static const float SUBS_SHARE  = 0.7f;     // of what is left then, for whole sub-pages
 
@@ -83,15 +86,22 @@ static void try_thresholds(const struct kvt_kernels * k, const struct candidates
     else         k->sums_below(c->p, c->n*KVT_SUB, t, sums);
 }
 
+// The power of two at or below a row's sum: thresholds are tried at fixed distances from it, whatever weights are relative to.
+static float unit_of(float sum) {
+    int e;
+    frexpf(sum, &e);
+    return ldexpf(1.0f, e - 1);
+}
+
 // log2 of about the largest threshold below which `allowed` lies, from a sample of the subs
-static float guess_threshold(const struct kvt_kernels * k, const struct candidates * c, float allowed, float most, float * width) {
+static float guess_threshold(const struct kvt_kernels * k, const struct candidates * c, float unit, float allowed, float * width) {
     const size_t stride = c->subs ? (c->n + N_SAMPLED - 1)/N_SAMPLED : 1;
     const float  part = (float) ((c->n + stride - 1)/stride)/(float) c->n;
-    float lo = LOWEST_LOG2, hi = most;
+    float lo = LOWEST_LOG2, hi = MOST_LOG2;
     for (int pass = 0; pass < 3; pass++) {
         float t[N_TRIED], sums[N_TRIED] = { 0.0f };
         const float step = (hi - lo)/(N_TRIED + 1);
-        for (int i = 0; i < N_TRIED; i++) t[i] = exp2f(lo + step*(float) (i + 1));
+        for (int i = 0; i < N_TRIED; i++) t[i] = unit*exp2f(lo + step*(float) (i + 1));
         try_thresholds(k, c, stride, t, sums);
         int n = 0;
         while (n < N_TRIED && sums[n] <= allowed*part) n++;
@@ -102,15 +112,15 @@ static float guess_threshold(const struct kvt_kernels * k, const struct candidat
     return lo;
 }
 
-// The largest of a row of thresholds below which at most `allowed` lies: measured over all candidates. FLT_MIN: none.
-// `most`: log2 of the largest weight that there can be.
-static float find_threshold(const struct kvt_kernels * k, const struct candidates * c, float allowed, float most) {
+// The largest of a row of thresholds below which at most `allowed` of a row's sum lies: measured over all candidates. FLT_MIN: none.
+static float find_threshold(const struct kvt_kernels * k, const struct candidates * c, float sum, float allowed) {
     if (!(allowed > 0.0f) || c->n == 0) return FLT_MIN;
+    const float unit = unit_of(sum);
     float width;
-    float top = guess_threshold(k, c, allowed, most, &width) + width;
+    float top = guess_threshold(k, c, unit, allowed, &width) + width;
     for (float step = width*0.6f; top > LOWEST_LOG2; step *= 3.0f) {
         float t[N_TRIED], sums[N_TRIED] = { 0.0f };
-        for (int i = 0; i < N_TRIED; i++) t[i] = exp2f(std::min(top - step*(float) i, most));
+        for (int i = 0; i < N_TRIED; i++) t[i] = unit*exp2f(std::min(top - step*(float) i, MOST_LOG2));
         try_thresholds(k, c, 1, t, sums);
         for (int i = 0; i < N_TRIED; i++) {
             if (sums[i] <= allowed) return std::max(t[i], FLT_MIN);
@@ -120,43 +130,16 @@ static float find_threshold(const struct kvt_kernels * k, const struct candidate
     return FLT_MIN;
 }
 
-// ---- weights ----
+// ---- sums ----
 
-static void find_maxima(struct recall * r) {
-    for (size_t row = 0; row < r->n_all; row++) {
-        r->m[row] = -INFINITY;
-        for (size_t s = 0; s < r->n_segments; s++) r->m[row] = std::max(r->m[row], r->segment_max[s*r->n_all + row]);
-    }
-}
-
-void kvt_recall_weigh(struct recall * r, int ith, int nth) {
-    const struct kvt_job * j = r->j;
-    size_t segment, row;
-    while (next_segment(r, ith, nth, r->n_all, &segment, &row)) {
-        size_t first, end;
-        segment_subs(r, segment, &first, &end);
-        float * p = weights_of(r, row), * by_sub = r->left + row*r->ld_left + r->shift, l = 0.0f;
-        const float m = r->m[row] == -INFINITY ? 0.0f : r->m[row];
-        for (size_t s = first; s < end; ) {   // run by run
-            size_t stop = s;
-            while (stop < end && r->use[stop] != SUB_HIDDEN) stop++;
-            if (stop > s) l += j->k->row_exp2(p + s*KVT_SUB, stop - s, m, by_sub + s);
-            s = stop + 1;
-        }
-        r->segment_sum[row*r->n_segments + segment] = l;
-    }
-}
-
-// after all weights are there: a row's sum, and what it gives to pages that may be left out
+// after all weights are there: what a row gives to pages that may be left out
 static void sum_row(const struct recall * r, size_t row) {
     const struct kvt_job * j = r->j;
     const struct kvt_attention_op * op = j->op;
     const int head = (int) (row/j->n_rows)*j->n_group + (int) (row%j->n_rows)%j->n_group;
     const float * by_sub = r->left + row*r->ld_left + r->shift, m = r->m[row];
-    float l = 0.0f;
-    for (size_t s = 0; s < r->n_segments; s++) l += r->segment_sum[row*r->n_segments + s];
-    r->l[row] = l;
     r->sink[row] = op->sinks && m != -INFINITY ? exp2f(std::min(op->sinks[head]*KVT_LOG2E - m, 126.0f)) : 0.0f;
+    r->to_probability[row] = m != -INFINITY ? 1.0f/total_of(r, row) : 0.0f;
     r->left_out[row] = 0.0f;
     for (size_t i = 0; i < r->n_asked; i++) {
         float sum = 0.0f;
@@ -181,7 +164,7 @@ static void set_sub_threshold(const struct recall * r, size_t row) {
     }
     while (n % KVT_SUB) open[n++] = INFINITY;   // below no threshold
     const struct candidates c = { open, NULL, n/KVT_SUB };
-    r->sub_threshold[row] = find_threshold(j->k, &c, SUBS_SHARE*may_leave_out(r, row), 5.0f);   // 32 weights of at most 1
+    r->sub_threshold[row] = find_threshold(j->k, &c, total_of(r, row), SUBS_SHARE*may_leave_out(r, row));
 }
 
 static void set_threshold(const struct recall * r, size_t row) {
@@ -195,7 +178,7 @@ static void set_threshold(const struct recall * r, size_t row) {
     for (size_t s = 0; s < j->n_sub; s++) sum += dropped[s] ? by_sub[s] : 0.0f;
     r->left_out[row] += sum;
     const struct candidates c = { weights_of(r, row), r->open + h*j->n_sub, r->n_open[h] };
-    r->threshold[row] = find_threshold(j->k, &c, may_leave_out(r, row), 0.0f);
+    r->threshold[row] = find_threshold(j->k, &c, total_of(r, row), may_leave_out(r, row));
 }
 
 void kvt_recall_sum_rows(struct recall * r, int ith, int nth) {
@@ -287,8 +270,12 @@ static int64_t count_picked(const struct recall * r, size_t h, const float * thr
 static void keep_budget(const struct recall * r, size_t h) {
     const size_t n_rows = (size_t) r->j->n_rows;
     float tried[KVT_DECODE_ROWS], * own = r->threshold + h*n_rows;
-    float lo = 0.0f, hi = -2.0f*LOWEST_LOG2;   // log2 of the factor: hi leaves only what is whole
+    float lo = 0.0f, hi = MOST_LOG2 + 1.0f - LOWEST_LOG2;   // log2 of the factor: hi leaves only what is whole
     if (count_picked(r, h, own) <= r->how->budget_tokens) return;
+    for (size_t x = 0; x < n_rows; x++) {
+        const size_t row = h*n_rows + x;
+        if (r->m[row] != -INFINITY) own[x] = std::max(own[x], unit_of(total_of(r, row))*exp2f(LOWEST_LOG2));
+    }
     for (int i = 0; i < 12; i++) {
         const float mid = (lo + hi)/2;
         for (size_t x = 0; x < n_rows; x++) tried[x] = own[x]*exp2f(mid);
@@ -327,7 +314,17 @@ void kvt_recall_pick(struct recall * r, int ith, int nth) {
     }
 }
 
+// Sums of weights that are not far below the largest float: a row's reference was too low, and rises.
 void kvt_recall_after_score(struct recall * r) {
-    list_asked(r);
-    find_maxima(r);
+    r->again = false;
+    for (size_t row = 0; row < r->n_all; row++) {
+        float l = 0.0f;
+        for (size_t s = 0; s < r->n_segments; s++) l += r->segment_sum[s*r->n_all + row];
+        r->l[row] = l;
+        if (l < MOST_SUM || r->n_again == MOST_AGAIN) continue;
+        r->m[row] += RISE_LOG2;
+        r->again = true;
+    }
+    r->n_again += r->again;
+    if (!r->again) list_asked(r);
 }

@@ -33,9 +33,12 @@ struct recall {
     uint32_t * picked;                   // [n_head_kv][n_sub]
     float    * left;                     // [n_all][ld_left]: by sub + shift, its weight; after the pick, what of it is left out
     size_t     ld_left;
-    float    * segment_max;              // [n_segments][n_all]
-    float    * segment_sum;              // [n_all][n_segments]
-    float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; left_out: by whole pages and subs
+    float    * segment_sum;              // [n_segments][n_all]
+    float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; m: what weights are relative to; left_out: by whole pages and subs
+    float    * to_probability;           // [n_all]: factor of a weight
+    float    * sub_mass;                 // [n_mass_queries][n_sub]
+    bool       again;                    // weights overflowed: they are computed once more, relative to a larger m
+    int        n_again;
     float    * sub_threshold;            // [n_all]: subs below it, in every row of a KV head, are dropped
     float    * scratch;                  // [n_all][ld_left]
     float    * o;                        // [n_segments + 1][n_all][d_v_pad]
@@ -77,7 +80,6 @@ static inline void segment_subs(const struct recall * r, size_t segment, size_t 
 // The choice, stage by stage. All threads call a stage with an ith; the others are called by one.
 int  kvt_recall_classify(struct recall * r);           // whole, open and hidden sub-pages, and pages that need I/O
 void kvt_recall_after_score(struct recall * r);
-void kvt_recall_weigh(struct recall * r, int ith, int nth);
 void kvt_recall_sum_rows(struct recall * r, int ith, int nth);
 void kvt_recall_leave_pages_out(struct recall * r);
 void kvt_recall_set_sub_thresholds(struct recall * r, int ith, int nth);

@@ -1,12 +1,13 @@
 // Bounded recall: decode that scores every key but reads few values. Per query row, the values left out carry at most eps
 // of the softmax probability, and what they carry is added up, not guessed.
 //
-//   score    all visible keys, from the keys that stay in memory; a row's scores lie side by side
-//   weigh    scores become weights 2^(s - m); where pages would have to be read, the least important ones that fit into a
-//            share of eps are left out as a whole; then sub-pages, by KV head: to visit one costs more than to read a token
-//            more of another; then each row gets the largest threshold below which the rest of eps fits
+//   score    all visible keys, from the keys that stay in memory, become weights 2^(s - m); a row's weights lie side by side
+//   choose   where pages would have to be read, the least important ones that fit into a share of eps are left out as a whole;
+//            then sub-pages, by KV head: to visit one costs more than to read a token more of another; then each row gets the
+//            largest threshold below which the rest of eps fits
 //   pick     tokens that some row of their KV head weighs at least its threshold
-//   read     the picked values; those left out count with the mean of their sub-page (digests.h)
+//   read     the picked values; those left out count with the mean of their sub-page (digests.h); and all weights once more
+//            for the attention mass, while they are near
 //
 // All sums are cut and ordered by sub-pages alone, so neither the number of threads nor their timing changes a bit. Which
 // pages are resident does matter: values at hand are cheap, so less of them is left out.
@@ -15,9 +16,9 @@
 
 #include <thread>
 
-// ---- score ----
+// ---- score and weigh ----
 
-static void score_sub(const struct recall * r, int h, size_t sub, uint8_t cls, float * segment_max) {
+static void score_sub(const struct recall * r, int h, size_t sub, uint8_t cls) {
     const struct kvt_job * j = r->j;
     const struct kvt_attention_op * op = j->op;
     const struct kvt_page_layout * lay = &op->keys->layout;
@@ -26,33 +27,54 @@ static void score_sub(const struct recall * r, int h, size_t sub, uint8_t cls, f
     const uint8_t * k = kvt_job_keys(j, h, sub);
     j->k->scores[lay->fmt_k](&r->q[h], 0, n_rows, k, s, j->ld_probs, (const char *) k + 4*lay->k_sub_bytes);
     if (op->softcap != 0.0f) j->k->softcap(s, j->ld_probs, n_rows, KVT_SUB, op->softcap*KVT_LOG2E);
+    if (cls != KVT_VIS_MIXED) return;
     for (int i = 0; i < n_rows; i++) {
-        float * row = s + (size_t) i*j->ld_probs;
-        if (cls == KVT_VIS_MIXED) {
-            const int head = h*j->n_group + i%j->n_group;
-            const uint16_t * mask = kvt_job_mask(op, i/j->n_group, head);
-            j->k->mask_add(row, mask ? mask + sub*KVT_SUB : NULL, kvt_job_slope(op, head), kvt_job_n_valid(op, sub));
+        const int head = h*j->n_group + i%j->n_group;
+        const uint16_t * mask = kvt_job_mask(op, i/j->n_group, head);
+        j->k->mask_add(s + (size_t) i*j->ld_probs, mask ? mask + sub*KVT_SUB : NULL, kvt_job_slope(op, head), kvt_job_n_valid(op, sub));
+    }
+}
+
+// Every row's weights are relative to the largest score of the first sub of which it sees something. What counts is only that
+// no weight overflows, and the first tokens of a text are as good a guess as any (see kvt_recall_after_score).
+static void find_references(struct recall * r) {
+    const struct kvt_job * j = r->j;
+    std::fill(r->m, r->m + r->n_all, -INFINITY);
+    for (int h = 0; h < j->op->geo.n_head_kv; h++) {
+        size_t n_found = 0;
+        for (size_t s = 0; s < j->n_sub && n_found < (size_t) j->n_rows; s++) {
+            if (r->use[s] == SUB_HIDDEN) continue;
+            score_sub(r, h, s, kvt_vis_row(j->vis, 0)[s]);
+            n_found = 0;
+            for (size_t row = (size_t) h*j->n_rows; row < (size_t) (h + 1)*j->n_rows; row++) {
+                if (r->m[row] == -INFINITY) r->m[row] = j->k->row_max(weights_of(r, row) + s*KVT_SUB, KVT_SUB);
+                n_found += r->m[row] != -INFINITY;
+            }
         }
-        const float most = j->k->row_max(row, KVT_SUB);
-        if (most > segment_max[i]) segment_max[i] = most;
     }
 }
 
 static void score(struct recall * r, int ith, int nth) {
     struct kvt_job * j = r->j;
     const uint8_t * cls = kvt_vis_row(j->vis, 0);
+    const size_t n_rows = (size_t) j->n_rows;
     size_t segment, h;
     while (next_segment(r, ith, nth, (size_t) j->op->geo.n_head_kv, &segment, &h)) {
-        float most[KVT_DECODE_ROWS];   // not in place: the neighbours of that line belong to other threads
-        std::fill(most, most + j->n_rows, -INFINITY);
+        float m[KVT_DECODE_ROWS], sums[KVT_DECODE_ROWS], all[KVT_DECODE_ROWS] = { 0.0f };
+        for (size_t i = 0; i < n_rows; i++) m[i] = r->m[h*n_rows + i] == -INFINITY ? 0.0f : r->m[h*n_rows + i];
         size_t first, end, n = 0;
         segment_subs(r, segment, &first, &end);
         for (size_t s = first; s < end; s++) {
             if (r->use[s] == SUB_HIDDEN) continue;
-            score_sub(r, (int) h, s, cls[s], most);
+            score_sub(r, (int) h, s, cls[s]);
+            j->k->weigh_sub(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, m, sums);
+            for (size_t i = 0; i < n_rows; i++) {
+                r->left[(h*n_rows + i)*r->ld_left + s + r->shift] = sums[i];
+                all[i] += sums[i];
+            }
             n++;
         }
-        std::copy(most, most + j->n_rows, r->segment_max + segment*r->n_all + h*j->n_rows);
+        std::copy(all, all + n_rows, r->segment_sum + segment*r->n_all + h*n_rows);
         r->k_bytes.fetch_add(n*j->op->keys->layout.k_sub_bytes, std::memory_order_relaxed);
     }
 }
@@ -189,6 +211,16 @@ static void add_means(const struct recall * r, size_t segment, float * o, uint64
     }
 }
 
+static void take_mass(const struct recall * r, size_t first, size_t end) {
+    const struct kvt_job * j = r->j;
+    for (size_t s = first; s < end; s++) {
+        if (kvt_mass_is_over(j, s/j->subs_per_page)) continue;
+        for (int64_t q = 0; q < j->n_mass_queries; q++) {
+            r->sub_mass[(size_t) q*j->n_sub + s] = kvt_mass_take_sub(j, q, s, r->use[s] != SUB_HIDDEN, r->to_probability, 1);
+        }
+    }
+}
+
 static void read(struct recall * r, int ith, int nth) {
     struct kvt_job * j = r->j;
     const size_t n_o = r->n_all*j->d_v_pad;
@@ -206,6 +238,7 @@ static void read(struct recall * r, int ith, int nth) {
             s = stop;
         }
         add_means(r, segment, o, &v_bytes);
+        if (j->op->mass) take_mass(r, first, end);
         r->v_bytes.fetch_add(v_bytes, std::memory_order_relaxed);
     }
 }
@@ -240,6 +273,19 @@ static void report_row(const struct recall * r, size_t row) {
     out->bound_max    = std::max(out->bound_max, (float) bound);
 }
 
+static void finish_mass(const struct recall * r) {
+    const struct kvt_job * j = r->j;
+    for (int64_t q = 0; q < j->n_mass_queries; q++) {
+        for (size_t page = 0; page < r->n_pages; page++) {
+            if (kvt_mass_is_over(j, page)) continue;
+            float total = 0.0f;
+            for (size_t s = page*j->subs_per_page; s < (page + 1)*j->subs_per_page && s < j->n_sub; s++) total += r->sub_mass[(size_t) q*j->n_sub + s];
+            kvt_mass_take_page(j, page, total);
+        }
+        j->op->mass->n_steps++;
+    }
+}
+
 static void finish(struct recall * r) {
     struct kvt_job * j = r->j;
     const size_t n_o = r->n_all*j->d_v_pad;
@@ -248,15 +294,11 @@ static void finish(struct recall * r) {
         struct kvt_partial parts[MAX_SEGMENTS];
         const float none[KVT_SUM_LANES] = { 0.0f }, all[KVT_SUM_LANES] = { r->l[row] };
         for (size_t s = 0; s < r->n_segments; s++) parts[s] = { &r->m[row], s == 0 ? all : none, r->o + s*n_o + row*j->d_v_pad };
-        const bool mass = j->op->mass != NULL;
         const int h = (int) (row/j->n_rows), i = (int) (row%j->n_rows);
-        kvt_row_finish(j, parts, (int) r->n_segments, h*j->n_group + i%j->n_group, i/j->n_group, tmp, mass ? &j->final_m[row] : NULL, mass ? &j->final_f[row] : NULL);
+        kvt_row_finish(j, parts, (int) r->n_segments, h*j->n_group + i%j->n_group, i/j->n_group, tmp, NULL, NULL);
         report_row(r, row);
-        if (!mass) continue;
-        for (size_t x = 0; x < r->n_visible; x++) {
-            std::fill(j->probs_m + row*j->ld_probs_m + r->visible[x].first, j->probs_m + row*j->ld_probs_m + r->visible[x].end, r->m[row]);
-        }
     }
+    if (j->op->mass) finish_mass(r);
     struct kvt_recall_report * out = r->how->report;
     size_t n_seen = 0;
     for (size_t s = 0; s < j->n_sub; s++) n_seen += r->use[s] != SUB_HIDDEN ? (size_t) kvt_job_n_valid(j->op, s) : 0;
@@ -287,7 +329,8 @@ static int prepare(struct recall * r) {
     r->ld_left      = n_groups*KVT_SUB;
     if ((size_t) (j->op->page_first)*j->subs_per_page + n_sub > r->how->digests->n_subs) return KVT_ERR_INVALID;
 
-    const size_t n_float = n_all*(6 + 2*r->n_segments + 2*r->ld_left + r->n_pages) + 16*64;
+    j->n_mass_queries = j->op->mass ? j->op->n_queries : 0;
+    const size_t n_float = n_all*(7 + r->n_segments + 2*r->ld_left + r->n_pages) + (size_t) j->n_mass_queries*n_sub + 16*64;
     const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + sizeof(struct sub_range) + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
         + r->n_pages*(2 + 2*sizeof(uint32_t)) + 32*64;
     char * p = (char *) kvt_buf_need(&j->a->recall, n_bytes);
@@ -298,12 +341,13 @@ static int prepare(struct recall * r) {
     r->sink        = take<float>(&p, n_all);
     r->threshold   = take<float>(&p, n_all);
     r->left_out    = take<float>(&p, n_all);
-    r->segment_max = take<float>(&p, n_all*r->n_segments);
+    r->to_probability = take<float>(&p, n_all);
     r->segment_sum = take<float>(&p, n_all*r->n_segments);
     r->sub_threshold = take<float>(&p, n_all);
     r->scratch     = take<float>(&p, n_all*r->ld_left);
     r->left        = take<float>(&p, n_all*r->ld_left);
     r->asked_weight = take<float>(&p, n_all*r->n_pages);
+    r->sub_mass    = take<float>(&p, (size_t) j->n_mass_queries*n_sub);
     r->picked      = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
     r->visible     = take<struct sub_range>(&p, n_sub);
     r->open        = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
@@ -316,14 +360,13 @@ static int prepare(struct recall * r) {
     r->wanted      = take<uint8_t>(&p, r->n_pages);
     memset(r->left, 0, n_all*r->ld_left*sizeof(float));
 
-    int err = kvt_mass_prepare(j, j->op->n_queries);
-    if (!err && !j->op->mass) {
-        j->ld_probs = n_sub*KVT_SUB + 16;
-        j->probs = (float *) kvt_buf_need(&j->a->probs, n_all*j->ld_probs*sizeof(float));
-        err = j->probs ? 0 : KVT_ERR_NOMEM;
-    }
-    if (!err) err = kvt_queries_prepare(j, j->op->keys->layout.fmt_k >= KVT_FORMAT_Q8_0, &r->q);
-    return err ? err : kvt_recall_classify(r);
+    j->ld_probs = n_sub*KVT_SUB + 16;   // rows do not start at the same place of every cache set
+    j->probs = (float *) kvt_buf_need(&j->a->probs, n_all*j->ld_probs*sizeof(float));
+    if (!j->probs) return KVT_ERR_NOMEM;
+    int err = kvt_queries_prepare(j, j->op->keys->layout.fmt_k >= KVT_FORMAT_Q8_0, &r->q);
+    if (!err) err = kvt_recall_classify(r);
+    if (!err) find_references(r);
+    return err;
 }
 
 // ---- stages ----
@@ -353,10 +396,10 @@ static void after_pick(struct recall * r) {
 
 static void run_stages(void * arg, int ith, int nth) {
     struct recall * r = (struct recall *) arg;
-    score(r, ith, nth);
-    end_stage(r, nth, kvt_recall_after_score);
-    kvt_recall_weigh(r, ith, nth);
-    end_stage(r, nth, NULL);
+    do {
+        score(r, ith, nth);
+        end_stage(r, nth, kvt_recall_after_score);
+    } while (r->again);
     kvt_recall_sum_rows(r, ith, nth);
     end_stage(r, nth, r->n_asked ? kvt_recall_leave_pages_out : NULL);
     if (r->n_asked) {

@@ -324,6 +324,11 @@ static std::vector<shape> shapes() {
         c.spread = spread; c.softcap = bits & 1; c.sinks = bits & 2; c.window = bits & 4; c.n_kv = 1500;
         all.push_back(c);
     }
+    for (float spread : { 1.0f, 300.0f }) for (int bits = 0; bits < 4; bits++) {   // 300: weights overflow until their reference has risen
+        shape c = BASE;   // with a window, the first sub that is seen has a single token, which one query sees
+        c.spread = spread; c.sinks = bits & 1; c.window = bits & 2; c.n_queries = 4; c.group = 2; c.n_kv = 1502;
+        all.push_back(c);
+    }
     for (int n_kv : { 1, 31, 32, 33, 64, 97, 1025 }) for (int pt : { 32, 96, 128 }) for (int queries : { 1, 4 }) {
         if (n_kv < queries) continue;
         shape c = BASE;

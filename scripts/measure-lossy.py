@@ -3,7 +3,7 @@
     python scripts/measure-lossy.py TEXT --keep 0.5 0.2 --rows delta lru h2o -o table.jsonl
 
 A row is a policy, or `delta` with a part of it taken away or made larger: delta-no-scorer (present mass instead), delta-no-compress (pages are dropped as they
-are), delta-no-online (no summary cells), delta-online-4 (4 % of the budget for them), delta-spread-4, delta-plain (neither fewer bits nor cells).
+are), delta-scorer (the scorer alone), delta-online-1 (1 % of the budget for summary cells), delta-online-4, delta-spread-4.
 The weights are widened to F32 first, so that only the cache rounds.
 """
 
@@ -22,24 +22,34 @@ from kvtier.evaluation.widened import ModelFile
 from kvtier.lossy.memory import LossyEngine, MemorySettings
 from kvtier.measuring.text import read_text
 from kvtier.models import resolve
-from kvtier.policies.base import Policy
+from kvtier.policies.base import Floats, PageStats, Policy
 from kvtier.policies.delta import Delta
 from kvtier.settings import KVSettings
 
 LIBRARY = "python"
 MEMORY = {
     "delta-no-compress": MemorySettings(compress=False),
-    "delta-no-online": MemorySettings(online_share=0.0),
+    "delta-online-1": MemorySettings(online_share=0.01),
     "delta-online-4": MemorySettings(online_share=0.04),
     "delta-spread-4": MemorySettings(online_share=0.04, spread=True),
-    "delta-plain": MemorySettings(compress=False, online_share=0.0),
 }
+
+
+class ScorerAlone(Delta):
+    """The scorer's forecast as it is, not drawn to the present mass."""
+
+    def keep(self, stats: PageStats) -> Floats:
+        assert self.scorer is not None
+        sharpness = np.minimum(stats.mass_sharp / np.maximum(stats.mass_mean, np.float32(1e-12)), 1)
+        return np.asarray(self.scorer.score(stats) * sharpness, np.float32)
 
 
 def parts_of(row: str) -> tuple[str | Policy, MemorySettings | None]:
     """The policy and the memory of a row."""
     if row == "delta-no-scorer":
         return Delta(scorer=None), None
+    if row == "delta-scorer":
+        return ScorerAlone(), None
     return ("delta", MEMORY[row]) if row in MEMORY else (row, None)
 
 

@@ -45,11 +45,11 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
 
 
 def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path) -> None:
-    """With all that the policy delta does: pages lose bits, then become a share of the online state."""
+    """With all that there is: pages lose bits, then become a share of the online state."""
     budget = ALL_BYTES // 8
     settings = KVSettings(host=budget, fidelity="lossy")
     common = {"n_ctx": N_CTX, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
-    with Llama(str(smollm2_path), kv_settings=settings, **common) as llm:
+    with Llama(str(smollm2_path), kv_settings=settings, kv_memory=MemorySettings(online_share=0.01), **common) as llm:
         assert llm.placement is not None and llm.placement.figures.policy in ("delta", "adaptive")
         tokens = generate(llm, 900)
         assert len(tokens) == N_PREDICT and llm.placement.settle(60.0)

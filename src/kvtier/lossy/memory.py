@@ -35,20 +35,21 @@ class MemorySettings:
 
     Attributes:
         compress: pages are kept in fewer bits before they are dropped.
-        online_share: share of the host budget for the online state, 0: none. More of it takes more from pages than it gives (docs/lossy.md).
+        online_share: share of the host budget for the online state, for example 0.01; 0: none, since with it distributions lie further from
+            the exact ones than without (docs/lossy.md).
         spread: the online state keeps the spread of its cells' keys.
         slack: share of the host budget that stays free for frames of other formats.
     """
 
     compress: bool = True
-    online_share: float = 0.01
+    online_share: float = 0.0
     spread: bool = False
     slack: float = 0.03
 
 
 def memory_for(policy: str) -> MemorySettings:
     """What goes with a policy: the simple ones drop pages as they are, which is their baseline."""
-    return MemorySettings() if policy in MEMORY_POLICIES else MemorySettings(compress=False, online_share=0.0)
+    return MemorySettings() if policy in MEMORY_POLICIES else MemorySettings(compress=False)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from ..errors import ScorerError
 from ..scorer.model import Scorer, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
 
+FORECAST_SHARE: Final = np.float32(0.5)  # of the logarithm; the rest is the present mass: docs/lossy.md compares 0, a half and 1
+LEAST: Final = np.float32(1e-6)  # fair shares of mass
 _log = logging.getLogger(__name__)
 
 
@@ -39,11 +42,14 @@ class Delta:
     def keep(self, stats: PageStats) -> Floats:
         """What attention would lose with each page, in fair shares of mass: float32 [n].
 
-        The mass per step that the page is expected to get, times how few of its tokens have it (1 for one token, down to
+        The mass per step that the page is expected to get (between what it gets now and what the scorer says), times how few of its tokens have it (1 for one token, down to
         1 / sqrt(page_tokens) for all alike): what is spread over many values averages out, and the rest of the cache has it too.
         """
         fair_shares = np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
-        expected = stats.mass_mean * fair_shares if self.scorer is None else self.scorer.score(stats)
+        expected = stats.mass_mean * fair_shares
+        if self.scorer is not None:
+            forecast = self.scorer.score(stats)
+            expected = np.maximum(expected, LEAST) ** (1 - FORECAST_SHARE) * np.maximum(forecast, LEAST) ** FORECAST_SHARE
         if not stats.mass_sharp.any():
             return expected
         sharpness: Floats = np.minimum(stats.mass_sharp / np.maximum(stats.mass_mean, np.float32(1e-12)), 1)

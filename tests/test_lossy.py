@@ -284,8 +284,8 @@ def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
     """With caches of full size for layers with a window, pages before it may go, and no summary of them may be seen instead."""
     common = {"n_ctx": 1792, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "swa_full": True}
     logits = []
-    for settings in (KVSettings(), KVSettings(host="9MiB", fidelity="lossy")):
-        with Llama(str(gemma3_path), **common, kv_settings=settings) as llm:
+    for settings, memory in ((KVSettings(), None), (KVSettings(host="9MiB", fidelity="lossy"), MemorySettings(online_share=0.01))):
+        with Llama(str(gemma3_path), **common, kv_settings=settings, kv_memory=memory) as llm:
             prompt = llm.tokenize(source_text().encode())[:1600]
             for first in range(0, len(prompt), 128):
                 llm.eval(prompt[first : first + 128])

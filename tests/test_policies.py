@@ -16,8 +16,11 @@ from kvtier.errors import PolicyError, UsageError
 from kvtier.figures import UNLIMITED
 from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create, names, place, registry
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
+from kvtier.policies.delta import Delta
 from kvtier.policies.looks import LayerLook, Shape, Tracker
 from kvtier.policies.validate import check_stats
+from kvtier.scorer.features import FEATURES
+from kvtier.scorer.model import Scorer
 
 from .traces import random_stats
 
@@ -250,6 +253,18 @@ def test_the_example_of_the_documents_is_a_policy() -> None:
     policy = names["Peaks"]()
     assert isinstance(policy, Policy)
     assert len(check_plan(policy.plan(stats, Budgets(30_000, 0)), stats, Budgets(30_000, 0)).indices) > 0
+
+
+def test_delta_meets_the_forecast_half_way() -> None:
+    stats = replace(random_stats(np.random.default_rng(0), 2, 30), mass_sharp=np.zeros(60, np.float32))
+    w3 = np.zeros((1, 8), np.float32)
+    w3[0, -1] = np.log(9)  # nine times the present mass, whatever the page
+    nine = Scorer(np.zeros((15, len(FEATURES) + 1), np.float32), np.zeros((7, 16), np.float32), w3)
+    present = Delta(scorer=None).keep(stats)
+    assert present.std() > 0
+    np.testing.assert_allclose(Delta(scorer=nine).keep(stats), 3 * present, rtol=0.05)  # the scorer's floor counts for small masses
+    nothing = replace(stats, mass_mean=np.zeros(60, np.float32))
+    assert np.isfinite(Delta(scorer=nine).keep(nothing)).all()
 
 
 def test_delta_keeps_what_is_sharp_of_equal_mass() -> None:

@@ -42,8 +42,9 @@ class Delta:
     def keep(self, stats: PageStats) -> Floats:
         """What attention would lose with each page, in fair shares of mass: float32 [n].
 
-        The mass per step that the page is expected to get (between what it gets now and what the scorer says), times how few of its tokens have it (1 for one token, down to
-        1 / sqrt(page_tokens) for all alike): what is spread over many values averages out, and the rest of the cache has it too.
+        The mass per step that the page is expected to get (between what it gets now and what the scorer says), times how few of its
+        tokens have it (1 for one token, down to 1 / sqrt(page_tokens) for all alike): what is spread over many values averages out,
+        and the rest of the cache has it too.
         """
         fair_shares = np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
         expected = stats.mass_mean * fair_shares

@@ -124,3 +124,24 @@ def test_disk_speed_on_tmpfs() -> None:
 def test_disk_speed_of_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         hardware.disk_speed(tmp_path / "missing", 1 << 20)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """In a child, whose heap is known: many small blocks, of which the last stays."""
+    code = """if True:
+        import ctypes, psutil
+        from kvtier.hardware import give_back_free_memory
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        blocks = [libc.malloc(60_000) for _ in range(1000)]
+        for block in blocks:
+            ctypes.memset(block, 1, 60_000)
+        for block in blocks[:-1]:
+            libc.free(ctypes.c_void_p(block))
+        before = psutil.Process().memory_info().rss
+        assert give_back_free_memory()
+        print(before - psutil.Process().memory_info().rss)
+    """
+    freed = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert freed > 30_000_000

@@ -137,6 +137,18 @@ def memory() -> Memory:
     return Memory(total, available)
 
 
+def give_back_free_memory() -> bool:
+    """Hand memory that was freed in this process back to the system, where the C library keeps it (glibc). False where it cannot be asked to."""
+    import ctypes
+
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim(ctypes.c_size_t(0))
+    return True
+
+
 def disk_speed(folder: Path, n_bytes: int = SPEED_BYTES) -> DiskSpeed:
     """Write and read `n_bytes` (a multiple of 1 MiB) in a file of `folder` that has no name, and so cannot be left behind.
 

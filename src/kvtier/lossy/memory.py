@@ -25,6 +25,7 @@ LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 MEMORY_POLICIES: Final = ("delta", "adaptive")
 SETTLE_S: Final = 60.0  # for room before a batch
+TRIM_REFRESHES: Final = 64  # about 1,000 tokens
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class LossyEngine(KVEngine):
         self._ahead = 2 * PLAN_STEPS
         slack = max(int(self._settings.slack * budget), LEAST_SLACK)
         self.counts.n_refreshes += 1
+        if self.counts.n_refreshes % TRIM_REFRESHES == 0:  # arrays of lengths that grow leave holes behind
+            hardware.give_back_free_memory()
         if budget - tiers.held_bytes < headroom + slack:
             room = int((budget - self._cache.figures.reserved_bytes - headroom - slack) / SLAB_WASTE)
             self._give_up(stats, plan.keep, layers, own, room)

@@ -170,6 +170,7 @@ def test_a_spec_says_everything_that_settings_can() -> None:
     bounded = parse_spec("kvtier:fidelity=bounded:0.05,read-budget=1k,policy=h2o")
     assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=f16"} == set(bounded.settings.split()) - {"disk-k=q8_0", "disk-v=f16"}
     assert bounded.policy == "h2o"
+    assert [parse_spec(f"kvtier:host=1MiB,{rest}").policy for rest in ("fidelity=lossy", "fidelity=lossy,policy=lru", "disk=1GiB")] == ["adaptive", "lru", ""]
     (exact, named) = find_rows(["exact", "kvtier f16", "exact"])
     assert replace(exact, name="") == replace(named, name="")
 
@@ -318,7 +319,7 @@ def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Pa
 
 
 def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Path, tmp_path: Path) -> None:
-    bounded, on_disk, lossy = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB", "kvtier:fidelity=lossy,host=6MiB"
+    bounded, on_disk, lossy = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB", "kvtier:fidelity=lossy,host=6MiB,policy=lru"
     n_prefix, n_tokens = 512, 8
     plan = EvaluationPlan(smollm2_path, library_text(), n_prefix, n_tokens, 1, False, *_rows("exact", bounded, on_disk, lossy, "stock f16"))
     file = RowFile(tmp_path / "rows.jsonl")

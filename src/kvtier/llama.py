@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import llama_cpp.llama_cpp as api
@@ -28,13 +28,13 @@ from .kv import CacheLease, KVCache
 from .lossy.memory import LossyEngine, MemorySettings, make_room, memory_for
 from .placement import KVEngine, Placement
 from .policies.base import Policy
+from .policies.registry import LOSSY_DEFAULT
 from .policies.registry import create as create_policy
 from .settings import KVSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LOSSY_POLICY: Final = "adaptive"
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -100,7 +100,7 @@ class Llama(llama_cpp.Llama):
         settings = _merge(kv_settings, own).with_cache_types(*asked)
         _check_arguments(kwargs)
         if policy is None and settings.fidelity == "lossy":
-            policy = LOSSY_POLICY
+            policy = LOSSY_DEFAULT
         chosen = create_policy(policy) if isinstance(policy, str) else policy
         memory = _memory(settings, chosen, kv_memory)
         headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
@@ -246,7 +246,7 @@ def _memory(settings: KVSettings, policy: Policy | None, memory: MemorySettings 
         if memory is not None:
             raise SettingsError("kv_memory is given, but only lossy fidelity has an online memory", 'Add fidelity="lossy" to the settings.')
         return None
-    return memory or memory_for(LOSSY_POLICY if policy is None else policy.name)
+    return memory or memory_for(LOSSY_DEFAULT if policy is None else policy.name)
 
 
 def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None, decode: Any, vocab: Any) -> Placement:

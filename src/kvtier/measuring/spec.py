@@ -12,6 +12,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 from ..cachetypes import AUTO
 from ..errors import KvtierError, UsageError
+from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
 from ..sizes import parse_tokens
@@ -54,6 +55,8 @@ def parse_spec(text: str) -> Configuration:
         if policy:
             create_policy(policy)  # an unknown name is an error here
         settings = _settings(spec, pairs).with_cache_types(*asked)
+        if settings.fidelity == "lossy":
+            policy = policy or LOSSY_DEFAULT  # as a run has it
         type_k, type_v = (AUTO if kind is None else "f16" if kind == "f32" else kind for kind in asked)
         return Configuration(spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy)
     except SpecError:

@@ -12,6 +12,7 @@ from .base import Policy
 
 GROUP: Final = "kvtier.policies"
 DEFAULT: Final = "lru"
+LOSSY_DEFAULT: Final = "adaptive"  # where what leaves is gone
 
 Factory = Callable[..., Policy]
 

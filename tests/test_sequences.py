@@ -98,6 +98,15 @@ def test_shift_of_other_types(smollm2_path: Path, type_k: str, limit: float) -> 
         assert kl(shift(stock, tokens), shift(ours, tokens)) < limit
 
 
+def test_shift_of_wide_pages_under_a_quantized_name(smollm2_path: Path) -> None:
+    """As a lossy cache is: llama.cpp rotates what it takes for Q8_0, and turns it back to shift it; the pages hold F16."""
+    with open_context(smollm2_path, ours=False) as stock, open_context(smollm2_path, ours=True, settings="host-k=f16\nhost-v=f16\n", type_k="q8_0") as ours:
+        tokens = stock.tokenize(source_text(), 500)
+        assert kl(shift(stock, tokens), shift(ours, tokens)) < 0.05
+        assert ours.domain is not None
+        assert ours.domain.figures().tiers["host"].bytes_by_format["f16"] > 0
+
+
 def test_a_copied_stream_takes_only_the_pages_it_has(smollm2_path: Path) -> None:
     """llama.cpp copies a stream as a whole, also the cells that were never written."""
     with open_context(smollm2_path, ours=True, n_seq_max=2, n_ctx=8192) as c:

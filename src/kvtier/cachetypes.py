@@ -1,8 +1,8 @@
 """The cache types that llama.cpp is told, where nobody asked for one.
 
 Pages are stored in formats of their own, so the type is only a name; but llama.cpp rotates queries, keys and values
-(Walsh-Hadamard, by head) if and only if it takes the cache for a quantized one. Rotated numbers have no outliers, and lose a half to
-a third as much when they are rounded to Q8_0 or Q4_0 (docs/recall.md, docs/lossy.md). So the name is a quantized one wherever pages are.
+(Walsh-Hadamard, by head) if and only if it takes the cache for a quantized one. No channel of rotated numbers stands out, and rounding
+them to Q8_0 or Q4_0 costs up to three times less KL (docs/recall.md, docs/lossy.md). So the name is a quantized one wherever pages are.
 """
 
 from __future__ import annotations

@@ -297,10 +297,13 @@ class Layer:
 
 
 def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
-    """Means of `Layer.answer` over layers and steps, and the share of pages that bounds let be dropped, by eps."""
+    """Means of `Layer.answer` over layers without a window and steps, and the share of pages that bounds let be dropped, by eps."""
+    longest = max(int(visible.sum()) for visible in taken.visible)
     rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {way: [] for way in ways()}
     dropped = []
     for layer, queries in enumerate(taken.queries):
+        if int(taken.visible[layer].sum()) < longest:
+            continue  # a layer with a window: its cache is short whatever the context
         n = taken.keys[layer].shape[1] // PAGE * PAGE
         k, v, visible = taken.keys[layer][:, :n], taken.values[layer][:, :n], taken.visible[layer][:n]
         whole = visible.reshape(-1, PAGE).all(-1)  # whole pages only, without what a window hides

@@ -22,7 +22,7 @@ from kvtier.evaluation.widened import ModelFile
 from kvtier.lossy.memory import LossyEngine, MemorySettings
 from kvtier.measuring.text import read_text
 from kvtier.models import resolve
-from kvtier.policies.base import Floats, PageStats, Policy
+from kvtier.policies.base import Policy
 from kvtier.policies.delta import Delta
 from kvtier.settings import KVSettings
 
@@ -35,21 +35,12 @@ MEMORY = {
 }
 
 
-class ScorerAlone(Delta):
-    """The scorer's forecast as it is, not drawn to the present mass."""
-
-    def keep(self, stats: PageStats) -> Floats:
-        assert self.scorer is not None
-        sharpness = np.minimum(stats.mass_sharp / np.maximum(stats.mass_mean, np.float32(1e-12)), 1)
-        return np.asarray(self.scorer.score(stats) * sharpness, np.float32)
-
-
 def parts_of(row: str) -> tuple[str | Policy, MemorySettings | None]:
     """The policy and the memory of a row."""
     if row == "delta-no-scorer":
         return Delta(scorer=None), None
     if row == "delta-scorer":
-        return ScorerAlone(), None
+        return Delta(forecast_share=1.0), None
     return ("delta", MEMORY[row]) if row in MEMORY else (row, None)
 
 

@@ -126,9 +126,8 @@ def test_disk_speed_of_a_missing_folder(tmp_path: Path) -> None:
         hardware.disk_speed(tmp_path / "missing", 1 << 20)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """In a child, whose heap is known: many small blocks, of which the last stays."""
+    """In a child, whose heap is known: many small blocks, of which the last stays. A C library other than glibc is not asked."""
     code = """if True:
         import ctypes, psutil
         from kvtier.hardware import give_back_free_memory
@@ -140,8 +139,9 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         for block in blocks[:-1]:
             libc.free(ctypes.c_void_p(block))
         before = psutil.Process().memory_info().rss
-        assert give_back_free_memory()
-        print(before - psutil.Process().memory_info().rss)
+        asked = give_back_free_memory()
+        print(asked, before - psutil.Process().memory_info().rss)
     """
-    freed = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert freed > 30_000_000
+    asked, freed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert (asked == "True") == (platform.libc_ver()[0] == "glibc")
+    assert asked == "False" or int(freed) > 30_000_000

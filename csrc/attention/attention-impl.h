@@ -127,4 +127,3 @@ int  kvt_mass_apply(struct kvt_job * j);                        // after final_m
 // The parts of it. A sub's mass of one query goes to its tokens' figures, and is returned; row r's weights times factors[r*ld_factors] are probabilities.
 float kvt_mass_take_sub(const struct kvt_job * j, int64_t query, size_t sub, bool seen, const float * factors, size_t ld_factors);
 void  kvt_mass_take_page(const struct kvt_job * j, size_t page, float total);
-bool  kvt_mass_is_over(const struct kvt_job * j, size_t page);  // gone: its figures stay as they are

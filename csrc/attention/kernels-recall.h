@@ -17,7 +17,7 @@ static void weigh_sub(float * s, size_t ld, int n_rows, const float * m, float *
         const vf ref = vf_set1(m[r]);
         vf sum = vf_zero();
         KVT_UNROLL for (int v = 0; v < SUB_VECS; v++) {
-            const vf x = vf_exp2(vf_sub(vf_zero(), vf_max(vf_sub(ref, vf_load(s + v*VW)), least)));   // 2^min(s - m, 126)
+            const vf x = vf_exp2(vf_sub(vf_zero(), vf_max(least, vf_sub(ref, vf_load(s + v*VW)))));   // 2^min(s - m, 126); 0 for NaN
             vf_store(s + v*VW, x);
             sum = vf_add(sum, x);
         }

@@ -90,7 +90,7 @@ static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, con
 }
 
 // Of a page that is gone the figures stay as they are: they are cleared when it is dropped.
-bool kvt_mass_is_over(const struct kvt_job * j, size_t page) {
+static bool is_gone(const struct kvt_job * j, size_t page) {
     if (!j->lost || !j->lost[page]) return false;
     for (int s = 0; s < j->subs_per_page; s++) {
         if (j->lost[page][s] != UINT32_MAX) return false;
@@ -124,7 +124,7 @@ static void mass_pages(void * arg, int ith, int nth) {
         const size_t first = w->next.fetch_add(64, std::memory_order_relaxed);
         if (first >= w->n_pages) return;
         for (size_t page = first; page < first + 64 && page < w->n_pages; page++) {
-            if (kvt_mass_is_over(j, page)) continue;
+            if (is_gone(j, page)) continue;
             float total = 0.0f;
             for (size_t s = page*j->subs_per_page; s < (page + 1)*j->subs_per_page && s < j->n_sub; s++) {
                 total += kvt_mass_take_sub(j, w->query, s, cls[s] != KVT_VIS_NONE, j->probs_m + s, j->ld_probs_m);   // factors by now

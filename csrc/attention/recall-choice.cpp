@@ -3,7 +3,7 @@
 
 #include "recall-impl.h"
 
-enum { DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64, MOST_AGAIN = 100 };
+enum { DENSE_TOKENS = 24, N_TRIED = 4, N_SAMPLED = 64, MOST_AGAIN = 32 };
 
 static const float LOWEST_LOG2 = -44.0f;   // thresholds are looked for from here on, relative to the row's sum
 static const float MOST_LOG2   = 1.0f;     // no weight is larger, relative to the power of two below the sum
@@ -19,16 +19,6 @@ static bool next_task(struct recall * r, size_t n, size_t * task) {
 }
 
 // ---- which sub-pages ----
-
-static void list_visible(struct recall * r) {
-    size_t n = 0;
-    for (size_t s = 0; s < r->j->n_sub; s++) {
-        if (r->use[s] == SUB_HIDDEN) continue;
-        if (n && r->visible[n - 1].end == s) r->visible[n - 1].end++;
-        else r->visible[n++] = { (uint32_t) s, (uint32_t) s + 1 };
-    }
-    r->n_visible = n;
-}
 
 // The sub-pages that must be read whole, and those that are open to choice.
 int kvt_recall_classify(struct recall * r) {
@@ -53,7 +43,6 @@ int kvt_recall_classify(struct recall * r) {
         r->use[s] = !any[s] ? SUB_HIDDEN : whole ? SUB_WHOLE : SUB_OPEN;
         if (any[s] && (n_seen == 0 || seen_pages[n_seen - 1] != op->page_first + page)) seen_pages[n_seen++] = op->page_first + (uint32_t) page;
     }
-    list_visible(r);
     memset(r->costly, 0, r->n_pages);
     r->n_asked = 0;
     if (!op->source->is_ready || n_seen == 0) return 0;

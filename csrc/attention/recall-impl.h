@@ -10,8 +10,6 @@ enum { MAX_SEGMENTS = 32, MAX_THREADS = 32 };
 
 enum : uint8_t { SUB_HIDDEN, SUB_WHOLE, SUB_OPEN, SUB_LEFT_OUT };
 
-struct sub_range { uint32_t first, end; };
-
 struct recall {
     struct kvt_job * j;
     const struct kvt_recall * how;
@@ -25,8 +23,6 @@ struct recall {
     uint8_t  * costly;                   // [n_pages]: has to be read by I/O
     uint8_t  * wanted;                   // [n_pages]
     int32_t  * slot;                     // [n_pages]: position in refs, -1
-    struct sub_range * visible;          // runs of subs
-    size_t     n_visible;
     uint32_t * open;                     // [n_head_kv][n_sub]: subs that tokens are picked from, in order
     size_t   * n_open;                   // [n_head_kv]
     uint8_t  * dropped;                  // [n_head_kv][n_sub]

@@ -214,7 +214,6 @@ static void add_means(const struct recall * r, size_t segment, float * o, uint64
 static void take_mass(const struct recall * r, size_t first, size_t end) {
     const struct kvt_job * j = r->j;
     for (size_t s = first; s < end; s++) {
-        if (kvt_mass_is_over(j, s/j->subs_per_page)) continue;
         for (int64_t q = 0; q < j->n_mass_queries; q++) {
             r->sub_mass[(size_t) q*j->n_sub + s] = kvt_mass_take_sub(j, q, s, r->use[s] != SUB_HIDDEN, r->to_probability, 1);
         }
@@ -277,7 +276,6 @@ static void finish_mass(const struct recall * r) {
     const struct kvt_job * j = r->j;
     for (int64_t q = 0; q < j->n_mass_queries; q++) {
         for (size_t page = 0; page < r->n_pages; page++) {
-            if (kvt_mass_is_over(j, page)) continue;
             float total = 0.0f;
             for (size_t s = page*j->subs_per_page; s < (page + 1)*j->subs_per_page && s < j->n_sub; s++) total += r->sub_mass[(size_t) q*j->n_sub + s];
             kvt_mass_take_page(j, page, total);
@@ -331,7 +329,7 @@ static int prepare(struct recall * r) {
 
     j->n_mass_queries = j->op->mass ? j->op->n_queries : 0;
     const size_t n_float = n_all*(7 + r->n_segments + 2*r->ld_left + r->n_pages) + (size_t) j->n_mass_queries*n_sub + 16*64;
-    const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + sizeof(struct sub_range) + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
+    const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
         + r->n_pages*(2 + 2*sizeof(uint32_t)) + 32*64;
     char * p = (char *) kvt_buf_need(&j->a->recall, n_bytes);
     r->o = (float *) kvt_buf_need(&j->a->state, ((r->n_segments + 1)*n_all*j->d_v_pad + 2*r->n_pages)*sizeof(float));
@@ -349,7 +347,6 @@ static int prepare(struct recall * r) {
     r->asked_weight = take<float>(&p, n_all*r->n_pages);
     r->sub_mass    = take<float>(&p, (size_t) j->n_mass_queries*n_sub);
     r->picked      = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
-    r->visible     = take<struct sub_range>(&p, n_sub);
     r->open        = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
     r->dropped     = take<uint8_t>(&p, n_sub*j->op->geo.n_head_kv);
     r->n_open      = take<size_t>(&p, (size_t) j->op->geo.n_head_kv);

@@ -291,6 +291,28 @@ static void without_digests(kvt_attention * a) {
     CHECK(p.report.tokens_read >= p.report.tokens_seen && p.report.omitted_sum == 0.0);
 }
 
+// a score that is no number weighs nothing, and keys are not gone through again and again for its sake
+static void not_a_number(kvt_attention * a) {
+    shape c = BASE;
+    c.fmt_k = KVT_FORMAT_F32;
+    uint64_t k_bytes[2];
+    for (int broken = 0; broken < 2; broken++) {
+        problem p(c, 31);
+        if (broken) {   // one key of the first head, and a whole query
+            const std::vector<float> row((size_t) c.n_head_kv*c.d, NAN);
+            kvt_page_put_f32(&p.keys.layout, p.keys.data, KVT_PART_K, (int32_t) (PAGE_FIRST*c.page_tokens + 500), row.data());
+            std::fill_n(p.q.begin(), c.d, NAN);
+        }
+        kvt_attention_stats before, after;
+        kvt_attention_get_stats(a, &before);
+        CHECK(kvt_attention_run(a, &p.op) == 0);
+        kvt_attention_get_stats(a, &after);
+        k_bytes[broken] = after.k_bytes - before.k_bytes;
+        for (size_t i = c.d; i < p.dst.size(); i++) CHECK(std::isfinite(p.dst[i]));
+    }
+    CHECK(k_bytes[0] == k_bytes[1]);
+}
+
 static void bad_operations(kvt_attention * a) {
     const auto refuse = [a](void (*spoil)(problem &)) {
         problem p(BASE, 9);
@@ -365,6 +387,7 @@ int main(int argc, char ** argv) {
         errors_unpin(a);
         same_bits(a);
         without_digests(a);
+        not_a_number(a);
         bad_operations(a);
         printf("%-11s %zu shapes\n", isas[i], shapes().size());
     }

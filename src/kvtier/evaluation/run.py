@@ -59,7 +59,7 @@ class _Run:
         self.tokens, n_ctx_train = tokenise(plan)
         self.rope = rope_for(plan.n_ctx, n_ctx_train)
         self.context = self._context()
-        self.reference_key = row_key(plan.reference, {**self.context, "build": build_of(plan.reference)})
+        self.reference_key = row_key(plan.reference.for_model(plan.model), {**self.context, "build": build_of(plan.reference)})
         self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
         self.mass = self.logits.with_suffix(".mass")
         stem = file.path.with_name(self.reference_key[:16])

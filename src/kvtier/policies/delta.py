@@ -12,7 +12,6 @@ from ..errors import ScorerError
 from ..scorer.model import Scorer, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
 
-FORECAST_SHARE: Final = np.float32(0.5)  # of the logarithm; the rest is the present mass: docs/lossy.md compares 0, a half and 1
 LEAST: Final = np.float32(1e-6)  # fair shares of mass
 _log = logging.getLogger(__name__)
 
@@ -30,10 +29,12 @@ class Delta:
     """Keeps the pages that attention is expected to need most. Without weights, what it needed of late stands for what it will.
 
     `scorer` is by default what the package ships; give one that was trained or tuned on other text (`scorer.model.load`).
+    `forecast_share` is what its forecast counts for, of the logarithm; the rest is the present mass (docs/lossy.md compares 0, a half and 1).
     """
 
     seed: int = 0
     scorer: Scorer | None = field(default_factory=_shipped_or_none)
+    forecast_share: float = 0.5
     name: str = "delta"
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
@@ -49,8 +50,8 @@ class Delta:
         fair_shares = np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
         expected = stats.mass_mean * fair_shares
         if self.scorer is not None:
-            forecast = self.scorer.score(stats)
-            expected = np.maximum(expected, LEAST) ** (1 - FORECAST_SHARE) * np.maximum(forecast, LEAST) ** FORECAST_SHARE
+            forecast, share = self.scorer.score(stats), np.float32(self.forecast_share)
+            expected = np.maximum(expected, LEAST) ** (1 - share) * np.maximum(forecast, LEAST) ** share
         if not stats.mass_sharp.any():
             return expected
         sharpness: Floats = np.minimum(stats.mass_sharp / np.maximum(stats.mass_mean, np.float32(1e-12)), 1)

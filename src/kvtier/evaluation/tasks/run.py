@@ -95,10 +95,11 @@ class _Run:
 
     def key(self, config: Configuration, prompt: Prompt) -> str:
         text = hashlib.sha256(json.dumps(prompt.to_dict()).encode()).hexdigest()
-        return row_key(config.for_model(self.plan.model), {**self.context, "build": build_of(config), "prompt": text})
+        return row_key(config, {**self.context, "build": build_of(config), "prompt": text})
 
     def rows_of(self, config: Configuration) -> tuple[TaskRow, ...]:
         """The rows of one configuration, task by task; answers that were missing are in the file afterwards."""
+        config = config.for_model(self.plan.model)
         wanted = [(prompt, self.key(config, prompt)) for task in self.plan.tasks for prompt in self.prompts[task]]
         found = self.file.find_all([key for _, key in wanted], PromptAnswer.from_dict)
         missing = [(prompt, key) for prompt, key in wanted if key not in found]

@@ -110,7 +110,8 @@ def test_every_format_on_every_tier(smollm2_path: Path, tmp_path: Path, exact: d
     run = measure(smollm2_path, spec, budget)
     if fidelity.startswith("bounded") and fmt == "f16":
         assert run.figures["k_bytes_read"] < exact[fmt].figures["k_bytes_read"]  # keys are compact there
-    check(run, fidelity, exact[fmt])
+    # a lossy run's policy is `adaptive`: half the bytes hold every page of F16 with fewer bits, and not every one of Q8_0
+    check(run, fidelity, exact[fmt], loses_bits=fmt == "f16")
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)

@@ -31,7 +31,8 @@ test-c: build/CMakeCache.txt ## Run the C++ tests
 	cmake --build build
 	cd build && ctest --output-on-failure --timeout 600
 
-test-python: setup ## Run the Python tests, conformance included
+test-python: setup build/CMakeCache.txt ## Run the Python tests, conformance included
+	cmake --build build --target test-recall
 	$(BIN)/python -m pytest
 
 conformance: setup ## Run llama.cpp's own test-backend-ops and test-llama-archs on our device

@@ -45,7 +45,7 @@ def _array(address: int) -> npt.NDArray[np.generic]:
 
 
 class Capture:
-    """Queries of every decode step, and at the last one keys and values: lists by layer."""
+    """Queries of every decode step as lists by layer, and keys and values of the steps that `step` says: one after another."""
 
     def __init__(self) -> None:
         base = ctypes.CDLL(str(next((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.so"))))
@@ -56,12 +56,12 @@ class Capture:
         self.values: list[Array] = []
         self.visible: list[npt.NDArray[np.bool_]] = []
         self.scale = 1.0  # of scores: a model may scale its queries itself
-        self.on = self.last = False
+        self.on = self.with_keys = False
         self._layer = 0
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._see)
 
-    def step(self, last: bool) -> None:
-        self.on, self.last, self._layer = True, last, 0
+    def step(self, with_keys: bool) -> None:
+        self.on, self.with_keys, self._layer = True, with_keys, 0
 
     def _see(self, tensor: ctypes.c_void_p | int, ask: bool, _user: object) -> bool:
         address = tensor if isinstance(tensor, int) else int(tensor.value or 0)
@@ -76,14 +76,15 @@ class Capture:
         if self._layer == len(self.queries):
             self.queries.append([])
         self.queries[self._layer].append(np.array(_array(q)[:, 0], np.float32))
-        if self.last:
+        if self.with_keys:
             self.keys.append(np.array(_array(k), np.float32))
             self.values.append(np.array(_array(v), np.float32))
             self.visible.append(np.array(_array(mask)[0, 0] > -1.0))
         self._layer += 1
 
 
-def capture(model_path: Path, text: str, n_prefix: int, n_steps: int) -> Capture:
+def capture(model_path: Path, text: str, n_prefix: int, n_steps: int, all_keys: bool = False) -> Capture:
+    """Takes `n_steps` steps after `n_prefix` tokens, keys and values with the last one, or with all of them."""
     taken = Capture()
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(os.fsencode(model_path), llama_cpp.llama_model_default_params())
@@ -112,7 +113,7 @@ def capture(model_path: Path, text: str, n_prefix: int, n_steps: int) -> Capture
     for first in range(0, n_prefix, 512):
         decode(first, min(first + 512, n_prefix))
     for i in range(n_steps):
-        taken.step(last=i == n_steps - 1)
+        taken.step(all_keys or i == n_steps - 1)
         decode(n_prefix + i, n_prefix + i + 1)
     return taken
 

@@ -53,8 +53,9 @@ def types(monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> Types:
         ({"disk": "1GiB", "disk_type_k": "q4_0"}, ("f16", "f16")),  # what RAM holds must survive a saved state
         ({"host_type_k": "q8_0"}, ("q8_0", "f16")),
         ({"host_type_v": "q4_1"}, ("f16", "q4_1")),
-        ({"fidelity": "bounded:0.05"}, ("q8_0", "f16")),
-        ({"fidelity": "bounded:0.05", "host_type_k": "f16"}, ("f16", "f16")),
+        ({"fidelity": "bounded:0.05"}, ("q8_0", "q8_0")),
+        ({"fidelity": "bounded:0.05", "host_type_v": "f16"}, ("q8_0", "f16")),
+        ({"fidelity": "bounded:0.05", "host_type_k": "f16"}, ("f16", "q8_0")),
         ({"fidelity": "lossy", "host": "1GiB"}, ("q8_0", "q8_0")),
         ({"host_type_k": "bf16", "host_type_v": "f32"}, ("f16", "f16")),
     ],
@@ -84,13 +85,13 @@ def test_rows_follow_the_model(smollm2_path: Path, tmp_path: Path) -> None:
     row = parse_spec("kvtier:fidelity=bounded:0.05")
     assert (row.type_k, row.type_v) == (AUTO, AUTO)
     opening = Opening(str(smollm2_path), row, 512, 1)
-    assert (opening.config.type_k, opening.config.type_v) == ("q8_0", "f16")
+    assert (opening.config.type_k, opening.config.type_v) == ("q8_0", "q8_0")
     assert Opening.from_dict(opening.to_dict()) == opening
     asked = parse_spec("kvtier:cache-k=f16,fidelity=bounded:0.05")
-    assert (asked.for_model(smollm2_path).type_k, asked.for_model(smollm2_path).type_v) == ("f16", "f16")
-    assert replace(row, type_k="f16", type_v="f16").for_model(tmp_path / "none.gguf").type_k == "f16"  # nothing to look up
+    assert (asked.for_model(smollm2_path, 512).type_k, asked.for_model(smollm2_path, 512).type_v) == ("f16", "q8_0")
+    assert replace(row, type_k="f16", type_v="f16").for_model(tmp_path / "none.gguf", 512).type_k == "f16"  # nothing to look up
     with pytest.raises(GgufError):
-        row.for_model(tmp_path / "none.gguf")
+        row.for_model(tmp_path / "none.gguf", 512)
 
 
 def test_stock_is_told_a_type() -> None:
@@ -118,4 +119,4 @@ def test_a_run_tells_llama_cpp_so(smollm2_path: Path) -> None:
 
 
 def test_the_shape_of_a_real_model(types: Types) -> None:
-    assert types(None, fidelity="bounded:0.05") == ("q8_0", "f16")
+    assert types(None, fidelity="bounded:0.05") == ("q8_0", "q8_0")

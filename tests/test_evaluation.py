@@ -23,6 +23,7 @@ from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
 from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate, tokenise
+from kvtier.lossy.memory import MemorySettings
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
@@ -168,7 +169,7 @@ def test_a_spec_says_everything_that_settings_can() -> None:
     assert replace(parse_spec("stock:f32,flash-attn=off"), name=REFERENCE.name) == REFERENCE
     assert {"host", "disk", "dir", "mass-decay"} <= set(setting_keys())
     bounded = parse_spec("kvtier:fidelity=bounded:0.05,read-budget=1k,policy=h2o")
-    assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=f16"} == set(bounded.settings.split()) - {"disk-k=q8_0", "disk-v=f16"}
+    assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=q8_0"} == set(bounded.settings.split()) - {"disk-k=q8_0", "disk-v=q8_0"}
     assert bounded.policy == "h2o"
     assert [parse_spec(f"kvtier:host=1MiB,{rest}").policy for rest in ("fidelity=lossy", "fidelity=lossy,policy=lru", "disk=1GiB")] == ["adaptive", "lru", ""]
     (exact, named) = find_rows(["exact", "kvtier f16", "exact"])
@@ -195,13 +196,34 @@ def test_a_spec_says_everything_that_settings_can() -> None:
         ("kvtier:fidelity=bounded:2", "EPS between 0 and 1"),
         ("kvtier:read-budget=64", "an exact step reads everything"),
         ("kvtier:policy=best", "no policy is called 'best'.*\\n.*h2o"),
+        ("kvtier:policy=delta:x=1", "no parameter 'x'"),
         ("stock:policy=h2o", "no setting 'policy'"),
+        ("kvtier:fidelity=lossy,keep=20%,host=1MiB", "keep and host both"),
+        ("kvtier:fidelity=lossy,keep=0", "keep is '0'.*\n.*1% to 100%"),
+        ("kvtier:fidelity=lossy,keep=some", "keep is 'some'"),
+        ("kvtier:fidelity=lossy,keep=120%", "keep is '120%'"),
+        ("kvtier:host=1MiB,compress=off", "compress is for lossy fidelity"),
+        ("kvtier:fidelity=lossy,host=1MiB,compress=no", "neither on nor off"),
+        ("kvtier:fidelity=lossy,host=1MiB,online-share=2", "online_share is 2.0"),
         ("stock:f16,flash-attn=maybe", "neither on nor off"),
     ],
 )
 def test_a_bad_spec_says_which_part_and_what_is_allowed(spec: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         find_rows([spec])
+
+
+def test_keep_is_a_share_of_the_texts_own_cache(smollm2_path: Path) -> None:
+    row = parse_spec("kvtier:fidelity=lossy,keep=50%,policy=h2o,online-share=0.01")
+    assert row.memory == MemorySettings(compress=False, online_share=0.01)
+    n_bytes = 30 * 3 * 64 * 2 * 2 * 1024  # layers, KV heads, channels, keys and values, F16, tokens
+    config = row.for_model(smollm2_path, 1024)
+    assert f"host={n_bytes // 2}" in config.settings.split() and config.keep == 0.0
+    assert config.for_model(smollm2_path, 2048) == config  # settled
+    opening = Opening(str(smollm2_path), config, 1088, 1)
+    assert Opening.from_dict(json.loads(json.dumps(opening.to_dict()))) == opening
+    plan = EvaluationPlan(smollm2_path, "", 1000, 24, 1, False)
+    assert plan.for_text(row) == config
 
 
 def test_rows_say_what_they_store() -> None:

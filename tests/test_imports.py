@@ -21,7 +21,7 @@ LAYERS = (
     {"cachetypes"},
     {"_native"},
     {"kv", "runtime"},
-    {"policies/base"},
+    {"policies/base", "policies/parameters"},
     {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
     {"pagekeys"},
     {"placement"},

@@ -41,12 +41,14 @@ class Run:
 def spec_of(fidelity: str, fmt: str, tier: str, folder: Path, policy: str = "") -> tuple[str, int]:
     """The configuration, and its host budget: about half of what the cache would take."""
     pages = N_PAGES * PAGE_BYTES[fmt]
+    bounded = fidelity.startswith("bounded")
+    cache = f"cache-v={fmt}" if bounded and fmt == "f16" else fmt  # compact keys beside wide values
     if tier == "host":
-        return f"kvtier:{fmt},fidelity={fidelity},host=1GiB", 1 << 30
-    keys = 30 * 3 * (N_CTX + 32) * 68 * 2 if fidelity.startswith("bounded") else 0  # those of the whole context stay in RAM
+        return f"kvtier:{cache},fidelity={fidelity},host=1GiB", 1 << 30
+    keys = 30 * 3 * (N_CTX + 32) * 68 * 2 if bounded else 0  # those of the whole context stay in RAM
     budget = keys + pages // 2
     disk = f",disk=256MiB,dir={folder}" if tier == "disk" else ""
-    return f"kvtier:{fmt},fidelity={fidelity},host={budget}{disk}" + (f",policy={policy}" if policy else ""), budget
+    return f"kvtier:{cache},fidelity={fidelity},host={budget}{disk}" + (f",policy={policy}" if policy else ""), budget
 
 
 def measure(model: Path, spec: str, budget: int) -> Run:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 from kvtier.errors import PolicyError, UsageError
 from kvtier.figures import UNLIMITED
 from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create, names, place, registry
+from kvtier.policies.adaptive import Adaptive
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
 from kvtier.policies.delta import Delta
 from kvtier.policies.looks import LayerLook, Shape, Tracker
+from kvtier.policies.sink_window import SinkWindow
 from kvtier.policies.validate import check_stats
 from kvtier.scorer.features import FEATURES
-from kvtier.scorer.model import Scorer
+from kvtier.scorer.model import Scorer, shipped
 
 from .traces import random_stats
 
@@ -187,11 +190,43 @@ def test_unknown_name_lists_what_exists() -> None:
     assert create("Sink-Window").name == "sink_window"
 
 
+def test_parameters_follow_the_name(tmp_path: Path) -> None:
+    sinks = create("sink-window:sink-tokens=1k")
+    assert isinstance(sinks, SinkWindow) and sinks.sink_tokens == 1024
+    delta = create("delta : scorer = off : forecast_share=1")
+    assert isinstance(delta, Delta) and delta.scorer is None and delta.forecast_share == 1.0
+    weights = tmp_path / "mine.npz"
+    shipped().save(weights)
+    adaptive = create(f"adaptive:scorer={weights}")
+    assert isinstance(adaptive, Adaptive) and adaptive.delta.scorer is not None
+    assert np.array_equal(adaptive.delta.scorer.w1, shipped().w1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lru:keep=3", "'lru' has no parameter 'keep'.*\n.*it takes none"),
+        ("delta:sinks=3", "no parameter 'sinks'.*\n.*scorer, forecast_share"),
+        ("delta:forecast-share=2", "forecast_share is '2': it must lie between 0 and 1"),
+        ("delta:forecast-share=nan", "forecast_share is 'nan': it must"),
+        ("delta:forecast-share=much", "forecast_share is 'much'"),
+        ("delta:scorer", "'scorer' is no parameter"),
+        ("delta:scorer=off:scorer=off", "given twice"),
+        ("delta:scorer=/nowhere/x.npz", "scorer: the scorer /nowhere/x.npz cannot be read.*\n.*scorer train"),
+        ("sink_window:sink-tokens=-1", "sink_tokens: '-1'|sink_tokens is '-1'"),
+    ],
+)
+def test_a_bad_parameter_names_the_value_and_the_way_out(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        create(text)
+
+
 class _Theirs:
     name = "theirs"
+    parameters: ClassVar = {"power": float}
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, power: float = 1.0) -> None:
+        self.seed, self.power = seed, power
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         return place(stats, budgets, stats.mass_max)
@@ -209,7 +244,10 @@ def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(registry, "entry_points", found)
     assert names() == (*POLICIES, "bad", "missing", "theirs")
-    assert isinstance(create("theirs", seed=3), _Theirs)
+    theirs = create("theirs:power=2", seed=3)
+    assert isinstance(theirs, _Theirs) and (theirs.seed, theirs.power) == (3, 2.0)
+    with pytest.raises(UsageError, match="power is 'x'"):
+        create("theirs:power=x")
     assert not isinstance(create("lru"), _Theirs)
     with pytest.raises(PolicyError, match="no `name`"):
         create("bad")

@@ -42,7 +42,7 @@ def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kept", "eps"), [("exact", "exact", None), ("bounded", "bounded:0.05", 0.05), ("Bounded:1e-1", "bounded:0.1", 0.1), ("lossy", "lossy", None)]
+    ("text", "kept", "eps"), [("exact", "exact", None), ("bounded", "bounded:0.07", 0.07), ("Bounded:1e-1", "bounded:0.1", 0.1), ("lossy", "lossy", None)]
 )
 def test_fidelity_is_read_once(text: str, kept: str, eps: float | None) -> None:
     settings = KVSettings(fidelity=text)
@@ -101,6 +101,9 @@ def test_refusals_name_the_value_and_the_way_out(values: dict[str, Any], parts: 
 def test_cache_types_fill_what_is_not_given() -> None:
     plain = KVSettings().with_cache_types(None, None)
     assert (plain.host_type_k, plain.host_type_v, plain.disk_type_k, plain.disk_type_v) == ("f16",) * 4
+    bounded = KVSettings(fidelity="bounded:0.1", host_type_v="q4_0")
+    assert (bounded.with_cache_types(None, None).host_type_k, bounded.with_cache_types("f16", "f16").host_type_k) == ("q8_0", "f16")
+    assert bounded.with_cache_types(None, None).disk_type_v == "q4_0"
     nominal = KVSettings(host_type_v="q4_1", disk_type_k="q4_0").with_cache_types("q8_0", "q8_0")
     assert (nominal.host_type_k, nominal.host_type_v, nominal.disk_type_k, nominal.disk_type_v) == ("q8_0", "q4_1", "q4_0", "q4_1")
 

@@ -5,7 +5,7 @@
 extern "C" int kvt_digests_create(struct kvt_digests ** out, int32_t n_head_kv, int32_t d_v, size_t n_subs) {
     struct kvt_geometry geo = { n_head_kv, 0, d_v, KVT_SUB };
     struct kvt_page_layout l;
-    const int err = kvt_page_layout_init(&l, &geo, KVT_FORMAT_F16, KVT_FORMAT_F16);
+    const int err = kvt_page_layout_init(&l, &geo, KVT_FORMAT_F16, kvt_format_supports(KVT_FORMAT_Q8_0, d_v) ? KVT_FORMAT_Q8_0 : KVT_FORMAT_F16);
     if (err) return err;
     const size_t n_groups = (n_subs + KVT_SUB - 1)/KVT_SUB + 1;
     if (n_subs == 0 || n_groups > INT32_MAX/KVT_SUB) return KVT_ERR_INVALID;

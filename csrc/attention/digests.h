@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 struct kvt_digests {
-    struct kvt_page_layout layout;  // F16 values only; "token" i of it is the mean of sub i of the array
+    struct kvt_page_layout layout;  // values only, in Q8_0 (F16 where its blocks do not fit); "token" i is the mean of sub i of the array
     uint8_t * data;
     uint8_t * valid;                // [n_subs]: the mean is that of the cells as they are
     size_t    n_subs, n_bytes;

@@ -205,7 +205,7 @@ static void add_means(const struct recall * r, size_t segment, float * o, uint64
         for (int h = 0; h < j->op->geo.n_head_kv; h++) {
             const float * left = r->left + (size_t) h*n_rows*r->ld_left + c;
             const uint8_t * means = kvt_digests_group(d, h, first_group + c/KVT_SUB);
-            j->k->accumulate[KVT_FORMAT_F16](left, r->ld_left, (int) n_rows, j->d_v_pad, means, o + (size_t) h*n_rows*j->d_v_pad, (const char *) means);
+            j->k->accumulate[d->layout.fmt_v](left, r->ld_left, (int) n_rows, j->d_v_pad, means, o + (size_t) h*n_rows*j->d_v_pad, (const char *) means);
             *v_bytes += d->layout.v_sub_bytes;
         }
     }

@@ -133,8 +133,8 @@ int          kvt_isa_set(const char * name);
 // Settings are "key=value" pairs separated by commas or newlines (the syntax of KVTIER_CONFIG, which may also be "@FILE"):
 //   host=BYTES disk=BYTES dir=PATH host-k=FMT host-v=FMT disk-k=FMT disk-v=FMT page-tokens=N io-threads=N
 //   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded:EPS|lossy read-budget=TOKENS
-// With bounded fidelity the keys stay in RAM (in host-k, Q8_0 by default) and count against the host budget. With lossy fidelity
-// what has to leave RAM is dropped; there is no disk then.
+// With bounded fidelity the keys stay in RAM and count against the host budget; host-k and host-v are Q8_0 by default, where the cache
+// type is a wider one. With lossy fidelity what has to leave RAM is dropped; there is no disk then.
 // BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.
 // Unknown keys and bad values: KVT_ERR_CONFIG, kvt_last_error names the key, the value and what is allowed.
 int  kvt_domain_open(const char * settings, kvt_domain ** out);

@@ -46,10 +46,11 @@ static enum kvt_format pick(int wanted, int fallback, int32_t d) {
 }
 
 void kvt_domain_state::choose_formats(const kvt_geometry & geo, int nominal_k, int nominal_v, kvt_array_params * p) const {
-    // keys that stay in memory are kept compact unless asked otherwise
-    const bool apart = m_settings.eps > 0.0f && geo.d_v > 0;
-    p->fmt_k      = pick(m_settings.host_fmt_k, nominal_k >= 0 && !(apart && nominal_k < KVT_FORMAT_Q8_0) ? nominal_k : KVT_FORMAT_Q8_0, geo.d_k);
-    p->fmt_v      = pick(m_settings.host_fmt_v, nominal_v >= 0 ? nominal_v : KVT_FORMAT_Q8_0, geo.d_v);
+    // a bounded cache is kept compact unless asked otherwise: rounding costs less than what is left out
+    const bool compact = m_settings.eps > 0.0f && geo.d_v > 0;
+    const auto of = [compact](int nominal) { return nominal < 0 || (compact && nominal < KVT_FORMAT_Q8_0) ? (int) KVT_FORMAT_Q8_0 : nominal; };
+    p->fmt_k      = pick(m_settings.host_fmt_k, of(nominal_k), geo.d_k);
+    p->fmt_v      = pick(m_settings.host_fmt_v, of(nominal_v), geo.d_v);
     p->disk_fmt_k = pick(m_settings.disk_fmt_k, p->fmt_k, geo.d_k);
     p->disk_fmt_v = pick(m_settings.disk_fmt_v, p->fmt_v, geo.d_v);
 }

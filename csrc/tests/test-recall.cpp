@@ -1,5 +1,8 @@
 // Bounded recall against F64: what is left out is at most eps, is what was reported, and is covered by the bound even when
 // judged with the keys as they were before they were rounded. Budgets, pages that would have to be read, threads, errors.
+//
+//   test-recall [ISA]             made-up queries and keys
+//   test-recall --captured FILE   those of a model (tests/test_certificate.py writes them)
 
 #include <algorithm>
 #include <cstdlib>
@@ -20,6 +23,33 @@ static const shape BASE = { 3, 3, 64, 32, 1, 2000, KVT_FORMAT_Q8_0, KVT_FORMAT_F
 static const uint32_t PAGE_FIRST = 3;
 static const int N_WHOLE = 1;   // first, and newest, pages
 
+// What a problem is made of: of a random generator, or of a model.
+struct inputs {
+    std::vector<float> keys, values, q, sinks;   // keys, values: [n_kv][n_head_kv*d]; q: [n_queries][n_head_q][d]
+    std::vector<uint16_t> mask;                  // [n_queries][n_kv]
+    float scale;
+};
+
+static inputs random_inputs(const shape & c, uint32_t seed) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    const int n_row = c.n_head_kv*c.d, n_head_q = c.n_head_kv*c.group;
+    inputs in;
+    in.scale = 1.0f/std::sqrt((float) c.d);
+    in.keys.resize((size_t) c.n_kv*n_row);
+    for (float & x : in.keys) x = normal(rng)*c.spread;
+    in.values.resize((size_t) c.n_kv*n_row);
+    for (float & x : in.values) x = normal(rng);
+    in.q.resize((size_t) c.n_queries*n_head_q*c.d);
+    for (float & x : in.q) x = normal(rng);
+    for (int h = 0; h < n_head_q; h++) in.sinks.push_back(normal(rng)*2);
+    for (int i = 0; i < c.n_queries; i++) for (int t = 0; t < c.n_kv; t++) {
+        const int pos = c.n_kv - c.n_queries + i;
+        in.mask.push_back(t <= pos && (!c.window || t > pos - 700) ? 0 : 0xfc00);
+    }
+    return in;
+}
+
 // Keys apart from pages of values, and everything an operation points to.
 struct problem {
     shape c;
@@ -35,7 +65,8 @@ struct problem {
     kvt_recall recall;
     kvt_attention_op op = {};
 
-    problem(const shape & shape, uint32_t seed);
+    problem(const shape & shape, const inputs & in);
+    problem(const shape & shape, uint32_t seed) : problem(shape, random_inputs(shape, seed)) {}
     ~problem() { kvt_digests_free(digests); }
     void set_values(const std::vector<float> & rows);
     static int is_ready(void * ctx, const uint32_t * pages, size_t n, uint8_t * out) {
@@ -44,9 +75,8 @@ struct problem {
     }
 };
 
-problem::problem(const shape & s, uint32_t seed) : c(s), mem(PAGE_FIRST + (size_t) (s.n_kv + s.page_tokens - 1)/s.page_tokens + 1) {
-    std::mt19937 rng(seed);
-    std::normal_distribution<float> normal;
+problem::problem(const shape & s, const inputs & in) : c(s), mem(PAGE_FIRST + (size_t) (s.n_kv + s.page_tokens - 1)/s.page_tokens + 1),
+    exact_keys(in.keys), q(in.q), sinks(in.sinks), mask(in.mask) {
     const int n_row = c.n_head_kv*c.d, n_head_q = c.n_head_kv*c.group;
     const size_t n_cells = mem.pages.size()*c.page_tokens;
     const kvt_geometry one_sub = { c.n_head_kv, c.d, 0, KVT_SUB };
@@ -58,8 +88,6 @@ problem::problem(const shape & s, uint32_t seed) : c(s), mem(PAGE_FIRST + (size_
     errors.assign((size_t) c.n_head_kv*((c.d + 31)/32), 0.0f);
     keys.error_max = errors.data();
 
-    exact_keys.resize((size_t) c.n_kv*n_row);
-    for (float & x : exact_keys) x = normal(rng)*c.spread;
     for (int t = 0; t < c.n_kv; t++) {
         const size_t cell = (size_t) PAGE_FIRST*c.page_tokens + t;
         kvt_page_put_f32(&keys.layout, keys.data, KVT_PART_K, (int32_t) cell, &exact_keys[(size_t) t*n_row]);
@@ -71,20 +99,11 @@ problem::problem(const shape & s, uint32_t seed) : c(s), mem(PAGE_FIRST + (size_
         }
     }
     CHECK(kvt_digests_create(&digests, c.n_head_kv, c.d, n_cells/KVT_SUB) == 0);
-    std::vector<float> rows((size_t) c.n_kv*n_row);
-    for (float & x : rows) x = normal(rng);
-    set_values(rows);
+    set_values(in.values);
     for (size_t i = PAGE_FIRST; i + 1 < mem.pages.size(); i++) {
         mem.pages[i].missing = c.missing_every && i % c.missing_every == 0;
     }
-    q.resize((size_t) c.n_queries*n_head_q*c.d);
-    for (float & x : q) x = normal(rng);
-    for (int h = 0; h < n_head_q; h++) sinks.push_back(normal(rng)*2);
     dst.assign((size_t) c.n_queries*n_head_q*c.d, NAN);
-    for (int i = 0; i < c.n_queries; i++) for (int t = 0; t < c.n_kv; t++) {
-        const int pos = c.n_kv - c.n_queries + i;
-        mask.push_back(t <= pos && (!c.window || t > pos - 700) ? 0 : 0xfc00);
-    }
     recall = { c.eps, 0, N_WHOLE, N_WHOLE, digests, &report };
     op.geo = { c.n_head_kv, c.d, c.d, c.page_tokens };
     op.d_v_out = c.d;
@@ -92,7 +111,7 @@ problem::problem(const shape & s, uint32_t seed) : c(s), mem(PAGE_FIRST + (size_
     op.n_queries = c.n_queries;
     op.n_kv = c.n_kv;
     op.page_first = PAGE_FIRST;
-    op.scale = 1.0f/std::sqrt((float) c.d);
+    op.scale = in.scale;
     op.softcap = c.softcap ? 8.0f : 0.0f;
     op.sinks = c.sinks ? sinks.data() : nullptr;
     op.q = (const char *) q.data(); op.q_nb_head = c.d*sizeof(float); op.q_nb_query = op.q_nb_head*n_head_q;
@@ -157,8 +176,8 @@ static std::string describe(const shape & c) {
 // The judge. Values that tell what was read: row i of a KV head has a channel of its own, in which a token's value is the
 // ratio of its true probability to that from the stored keys. With digests that say nothing, that channel of the output is
 // the true probability of what was read; in the last channel, where every value is 1, that from the stored keys.
-static void certificate(kvt_attention * a, const shape & c, uint32_t seed) {
-    problem p(c, seed);
+static void certificate(kvt_attention * a, const shape & c, const inputs & in) {
+    problem p(c, in);
     const std::string what = describe(c);
     const int n_rows = c.group*c.n_queries, n_row = c.n_head_kv*c.d;
     p.c.fmt_v = KVT_FORMAT_F32;
@@ -365,17 +384,59 @@ static std::vector<shape> shapes() {
     return all;
 }
 
+// Steps of a model: of each, four int32 (KV heads, query heads per KV head, channels, cells), the scale, then queries, keys and
+// the mask as in `inputs`. Every one is judged at several eps, with keys in Q8_0.
+static int captured(kvt_attention * a, const char * path) {
+    FILE * file = fopen(path, "rb");
+    if (!file) {
+        fprintf(stderr, "test-recall: cannot open %s\n", path);
+        return 2;
+    }
+    int32_t head[4];
+    size_t n_steps = 0;
+    const auto take = [file](void * to, size_t size, size_t n) { CHECK(fread(to, size, n, file) == n); };
+    while (fread(head, sizeof(head), 1, file) == 1) {
+        shape c = BASE;
+        c.n_head_kv = head[0]; c.group = head[1]; c.d = head[2]; c.n_kv = head[3];
+        const size_t n_row = (size_t) c.n_head_kv*c.d;
+        inputs in;
+        take(&in.scale, sizeof(float), 1);
+        in.q.resize(n_row*c.group);
+        in.keys.resize(n_row*c.n_kv);
+        in.values.assign(n_row*c.n_kv, 0.0f);
+        in.sinks.assign((size_t) c.n_head_kv*c.group, 0.0f);
+        in.mask.resize(c.n_kv);
+        take(in.q.data(), sizeof(float), in.q.size());
+        take(in.keys.data(), sizeof(float), in.keys.size());
+        take(in.mask.data(), sizeof(uint16_t), in.mask.size());
+        for (float eps : { 0.01f, 0.07f, 0.2f }) {
+            c.eps = eps;
+            certificate(a, c, in);
+        }
+        n_steps++;
+    }
+    fclose(file);
+    CHECK(n_steps > 0);
+    printf("%zu layers and steps\n", n_steps);
+    return check_summary();
+}
+
 int main(int argc, char ** argv) {
     const char * isas[8];
     const size_t n_isa = kvt_isa_list(isas, 8);
     kvt_attention * a = nullptr;
     CHECK(kvt_attention_create(&a, 2) == 0);
+    if (argc == 3 && strcmp(argv[1], "--captured") == 0) {
+        const int rc = captured(a, argv[2]);
+        kvt_attention_free(a);
+        return rc;
+    }
     for (size_t i = 0; i < n_isa; i++) {
         if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
         for (const shape & c : shapes()) {
-            certificate(a, c, seed);
+            certificate(a, c, random_inputs(c, seed));
             output(a, c, seed++);
         }
         shape c = BASE;

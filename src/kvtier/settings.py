@@ -18,8 +18,8 @@ MAX_PAGE_TOKENS: Final = 4096
 MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 DEFAULT_FORMAT: Final = "f16"
 WIDE_FORMATS: Final = ("f32", "f16", "bf16")
-DEFAULT_EPS: Final = "0.05"  # indistinguishable from exact in what we measured (docs/recall.md)
-COMPACT_KEYS: Final = "q8_0"  # of keys that stay in RAM
+DEFAULT_EPS: Final = "0.07"  # about as near to exact as stock's f16 cache (docs/recall.md)
+COMPACT: Final = "q8_0"  # of a bounded cache: what it rounds is less than what is left out
 FIDELITIES: Final = ("exact", "bounded:EPS", "lossy")
 
 
@@ -40,8 +40,8 @@ class KVSettings:
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
         protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
         fidelity: "exact"; or "bounded:EPS": a decode step may leave out values that carry at most EPS of the attention.
-            Keys then stay in RAM, in host_type_k (Q8_0 by default), and count against the host budget; or "lossy": what has
-            to leave RAM is dropped for good, so that memory is bounded without a disk tier. None: exact.
+            Keys then stay in RAM and count against the host budget; both formats are Q8_0 if nothing else is said; or "lossy":
+            what has to leave RAM is dropped for good, so that memory is bounded without a disk tier. None: exact.
         read_budget: with bounded fidelity, the most values that one step reads per KV head; comes before EPS.
         mass_decay: factor by which older attention mass counts less per step, from 0 to below 1.
     """
@@ -134,15 +134,13 @@ class KVSettings:
         """The same settings with every format filled in: RAM takes the cache types by default, disk takes RAM's."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for part, nominal in (("k", type_k), ("v", type_v)):
-            host = values[f"host_type_{part}"] or self._default_host_type(part, _format(f"type_{part}", nominal))
+            host = values[f"host_type_{part}"] or _format(f"type_{part}", nominal) or self._default_host_type()
             values[f"host_type_{part}"] = host
             values[f"disk_type_{part}"] = values[f"disk_type_{part}"] or host
         return KVSettings(**values)
 
-    def _default_host_type(self, part: str, nominal: str | None) -> str:
-        if self.eps is not None and part == "k" and nominal in (None, *WIDE_FORMATS):
-            return COMPACT_KEYS
-        return nominal or DEFAULT_FORMAT
+    def _default_host_type(self) -> str:
+        return DEFAULT_FORMAT if self.eps is None else COMPACT
 
     def disk_dir(self) -> Path | None:
         """The directory of the disk tier: the given one, or the user's cache folder, or None without a disk tier."""

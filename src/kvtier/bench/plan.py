@@ -13,7 +13,7 @@ STOCK_F16 = Configuration("stock f16")
 STOCK_Q8_0 = Configuration("stock q8_0", type_k="q8_0", type_v="q8_0")
 KVTIER_F16 = "kvtier f16"
 KVTIER_Q8_0 = "kvtier q8_0"
-KEY_SHARE = 34 / 64  # bytes of 32 channels in Q8_0 over F16
+Q8_0_SHARE = 34 / 64  # bytes of 32 channels over those in F16
 KVTIER_QUARTER = "kvtier f16, 1/4 in RAM"
 
 
@@ -61,14 +61,15 @@ def bounded(fidelity: str, fmt: str) -> Configuration:
     return Configuration(f"kvtier {fmt} {fidelity}", "kvtier", AUTO, AUTO, settings=settings.to_native())
 
 
-def bounded_quarter(exact: Configuration, cache_bytes: int, directory: Path, fidelity: str) -> Configuration:
-    """Three quarters of the pages on disk, as in `exact` (see `quarter`), beside the keys, which stay in RAM.
+def bounded_quarter(cache_bytes: int, directory: Path, fidelity: str, fmt: str) -> Configuration:
+    """Three quarters of the values on disk, as of the whole cache in `quarter`, beside the keys in Q8_0, which stay in RAM.
 
-    Pages then hold values alone, half of what they held; the budget is a quarter of those and the keys.
+    `cache_bytes` are those of an f16 cache. Pages hold values alone, in `fmt`; the budget is a quarter of those, the keys and the means of the
+    values.
     """
-    keys = int(cache_bytes / 2 * KEY_SHARE)
-    settings = KVSettings(host=int(keys * 1.08) + cache_bytes // 8, disk=cache_bytes + (1 << 30), dir=directory, fidelity=fidelity, host_type_v="f16")
-    name = f"{exact.name} {fidelity}"
+    keys, values = (int(cache_bytes / 2 * (Q8_0_SHARE if kind == "q8_0" else 1.0)) for kind in ("q8_0", fmt))
+    settings = KVSettings(host=int(keys * 1.06) + values // 4, disk=cache_bytes + (1 << 30), dir=directory, fidelity=fidelity, host_type_v=fmt)
+    name = f"kvtier {fmt} {fidelity}, 1/4 in RAM"
     return Configuration(name, "kvtier", AUTO, AUTO, settings=settings.with_cache_types(None, None).to_native())
 
 

@@ -82,7 +82,7 @@ class _Bench:
 
     def lane(self, stack: ExitStack, config: Configuration, context: int) -> _Lane | None:
         """An open process whose context holds `context` tokens."""
-        config = config.for_model(self.plan.model)
+        config = config.for_model(self.plan.model, context, self.plan.n_batch)
         self.report(f"{config.name}: filling {context:,} tokens")
         child = self.open(stack, config, context)
         if child is None:
@@ -126,10 +126,10 @@ def _decode_at(bench: _Bench, context: int) -> list[DecodeResult]:
                 lanes[config.name] = lane
         if plan.tiers and not plan.stock_only and context > 0 and STOCK_F16.name in lanes:
             directory = stack.enter_context(_page_directory(plan))
-            config = quarter(lanes[STOCK_F16.name].kv_bytes, directory)
-            rows = [config]
+            n_bytes = lanes[STOCK_F16.name].kv_bytes
+            rows = [quarter(n_bytes, directory)]
             if plan.fidelity is not None:
-                rows.append(bounded_quarter(config, lanes[STOCK_F16.name].kv_bytes, directory, plan.fidelity))
+                rows += [bounded_quarter(n_bytes, directory, plan.fidelity, fmt) for fmt in ("f16", "q8_0")]
             for config in rows:
                 if (lane := bench.lane(stack, config, context)) is not None:
                     lanes[config.name] = lane

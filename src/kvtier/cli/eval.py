@@ -22,7 +22,7 @@ from ..measuring.text import read_text
 from ..models import cache_dir
 from . import ui
 from .measured import default_threads, find_model, terminable, write_file
-from .options import TOKENS, option
+from .options import BATCH, TOKENS, option
 
 
 def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tuple[list[Configuration], Configuration]:
@@ -65,6 +65,7 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
 )
 @option("--samples", type=click.IntRange(1, 1000), default=5, help="Prompts of each task; the needle rounds up to tens.")
 @option("--seed", type=click.IntRange(0), default=0, help="Seed of the tasks' prompts.")
+@option("-b", "--batch-size", "n_batch", type=BATCH, default=512, help="Tokens of the prefix or the prompt that are computed together.")
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
 @option(
     "--weights",
@@ -131,7 +132,7 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
 
 def _plan(path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]) -> EvaluationPlan:
     lengths = (options["n_prefix"], options["n_tokens"], options["threads"])
-    return EvaluationPlan(path, text, *lengths, options["weights"] == "f32", reference, tuple(rows))
+    return EvaluationPlan(path, text, *lengths, options["weights"] == "f32", reference, tuple(rows), options["n_batch"])
 
 
 def _task_plan(
@@ -143,7 +144,7 @@ def _task_plan(
     options: dict[str, Any],
 ) -> TaskPlan:
     sizes = (options["length"], options["samples"], options["seed"], options["threads"])
-    return TaskPlan(path, text, names, *sizes, options["weights"] == "f32", reference, tuple(rows))
+    return TaskPlan(path, text, names, *sizes, options["weights"] == "f32", reference, tuple(rows), options["n_batch"])
 
 
 def _divergence(plan: EvaluationPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -156,9 +156,9 @@ def kv_options(function: F) -> F:
                 "--kv-host-type-k",
                 type=FORMAT,
                 metavar="FMT",
-                help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk]",
+                help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk; with bounded q8_0 without one]",
             ),
-            option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: -ctv]"),
+            option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: likewise, -ctv]"),
             option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
             option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
             option(

@@ -74,7 +74,7 @@ def shown_columns(costs: Sequence[Readings]) -> list[tuple[str, list[str]]]:
 def footnote(plan: EvaluationPlan) -> str:
     """What the table's numbers are about, in a line."""
     weights = "weights widened to F32" if plan.f32_weights else "the model's own weights"
-    return f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,}, {weights}"
+    return f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,} in batches of {plan.n_batch:,}, {weights}"
 
 
 def to_json(plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
@@ -83,6 +83,7 @@ def to_json(plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:
         "model": str(plan.model),
         "n_prefix": plan.n_prefix,
         "n_tokens": plan.n_tokens,
+        "n_batch": plan.n_batch,
         "f32_weights": plan.f32_weights,
         "reference": _values(result.reference, result.reference),
         "rows": [_values(row, result.reference) for row in result.rows],

@@ -14,6 +14,7 @@ from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
 from ..models import sha256_of
+from ..policies.parameters import files_of
 from .exactmass import EVERY_STEP
 from .rows import REFERENCE, RowFile, RowResult, row_key
 from .widened import ModelFile
@@ -37,10 +38,15 @@ class EvaluationPlan:
     f32_weights: bool = True
     reference: Configuration = REFERENCE
     rows: tuple[Configuration, ...] = ()
+    n_batch: int = 512
 
     @property
     def n_ctx(self) -> int:
         return self.n_prefix + self.n_tokens + 64
+
+    def for_text(self, config: Configuration) -> Configuration:
+        """The configuration for this model and as many tokens as are fed. Raises KvtierError."""
+        return config.for_model(self.model, self.n_prefix + self.n_tokens, self.n_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class _Run:
         self.tokens, n_ctx_train = tokenise(plan)
         self.rope = rope_for(plan.n_ctx, n_ctx_train)
         self.context = self._context()
-        self.reference_key = row_key(plan.reference.for_model(plan.model), {**self.context, "build": build_of(plan.reference)})
+        self.reference_key = row_key(plan.for_text(plan.reference), {**self.context, "build": build_of(plan.reference)})
         self.logits = file.path.with_name(f"{self.reference_key[:16]}.logits")
         self.mass = self.logits.with_suffix(".mass")
         stem = file.path.with_name(self.reference_key[:16])
@@ -75,12 +81,13 @@ class _Run:
             "tokens": hashlib.sha256(json.dumps(used).encode()).hexdigest(),
             "n_prefix": plan.n_prefix,
             "n_tokens": plan.n_tokens,
+            "n_batch": plan.n_batch,
             "rope": [self.rope.freq_base, self.rope.freq_scale],
         }
 
     def measure(self, config: Configuration, write: bool) -> RowResult:
         plan = self.plan
-        opening = Opening(str(self.model.path()), config, plan.n_ctx, plan.n_threads, rope=self.rope)
+        opening = Opening(str(self.model.path()), plan.for_text(config), plan.n_ctx, plan.n_threads, plan.n_batch, self.rope)
         with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
             answer = child.ask(
                 "score",
@@ -116,7 +123,7 @@ class _Run:
 
     def key(self, config: Configuration) -> str:
         build = build_of(config)
-        return row_key(config.for_model(self.plan.model), {**self.context, "build": build, "reference": self.reference_key})
+        return row_key(self.plan.for_text(config), {**self.context, "build": build, "reference": self.reference_key})
 
 
 def _for_reference(config: Configuration) -> Configuration:
@@ -148,16 +155,16 @@ def build_of(config: Configuration) -> str:
     if config.engine != "stock":
         parts.append(sha256_of(library_path()))
     if config.policy:
-        parts.append(_policies_hash())
+        parts.append(_policies_hash(config.policy))
     return " ".join(parts)
 
 
-def _policies_hash() -> str:
-    """Of everything that the built-in policies' decisions come from."""
+def _policies_hash(policy: str) -> str:
+    """Of everything that a built-in policy's decisions come from, files that its parameters name included."""
     root = Path(__file__).parents[1]
-    files = [root / "placement.py", *sorted((root / "policies").glob("*.py")), *sorted((root / "lossy").glob("*.py")), *sorted((root / "scorer").glob("*"))]
+    own = [path for pattern in ("placement.py", "policies/*.py", "lossy/*.py", "scorer/*") for path in sorted(root.glob(pattern))]
     digest = hashlib.sha256()
-    for path in files:
+    for path in (*own, *files_of(policy)):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

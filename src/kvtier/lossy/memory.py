@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import hardware
-from ..errors import NativeError
+from ..errors import NativeError, SettingsError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine, Placement
@@ -24,6 +24,7 @@ from .online import OnlineState
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 MEMORY_POLICIES: Final = ("delta", "adaptive")
+MOST_SHARE: Final = 0.5  # of the budget, for anything but pages
 SETTLE_S: Final = 60.0  # for room before a batch
 TRIM_REFRESHES: Final = 64  # about 1,000 tokens
 BATCH: Final = 16  # pages that change their format before memory is put together again
@@ -46,6 +47,11 @@ class MemorySettings:
     online_share: float = 0.0
     spread: bool = False
     slack: float = 0.03
+
+    def __post_init__(self) -> None:
+        for name, value in (("online_share", self.online_share), ("slack", self.slack)):
+            if not 0.0 <= value <= MOST_SHARE:
+                raise SettingsError(f"{name} is {value}, which is not between 0 and {MOST_SHARE}", "Take a small share of the budget, such as 0.01.")
 
 
 def memory_for(policy: str) -> MemorySettings:

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..cachetypes import AUTO, cache_types
+from ..errors import KvtierError
 from ..gguf import read_model
+from ..lossy.memory import MemorySettings
+from ..modelshape import shape_of
+from ..plan import PlanRequest, cache_bytes
 from ..settings import KVSettings
 from .errors import MeasuringError
 
@@ -24,7 +28,8 @@ class Configuration:
 
     `type_k` and `type_v` are llama.cpp's nominal types; "auto" (kvtier): what suits the pages, see `for_model`. `settings` is
     kvtier's settings string (``host=2GiB,...``), empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on.
-    `policy` places kvtier's pages; empty: the library's own.
+    `policy` places kvtier's pages; empty: the library's own. `keep` is a host budget as a share of the text's cache in F16, until `for_model`
+    makes bytes of it; 0: the budget is in `settings`. `memory` is what lossy fidelity does with pages; None: what goes with the policy.
     """
 
     name: str
@@ -34,6 +39,8 @@ class Configuration:
     flash_attn: bool = True
     settings: str = ""
     policy: str = ""
+    keep: float = 0.0
+    memory: MemorySettings | None = None
 
     def __post_init__(self) -> None:
         for kind in (self.type_k, self.type_v):
@@ -45,12 +52,24 @@ class Configuration:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def for_model(self, model: str | Path) -> Configuration:
-        """The same with the types that a run with this model has, where they are "auto". Raises KvtierError."""
-        if AUTO not in (self.type_k, self.type_v):
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Configuration:
+        """The inverse of `to_dict`."""
+        memory = data.get("memory")
+        return cls(**{**data, "memory": None if memory is None else MemorySettings(**memory)})
+
+    def for_model(self, model: str | Path, n_tokens: int, n_batch: int = 512) -> Configuration:
+        """The same for this model and a text of `n_tokens`, in batches of `n_batch`: types that were "auto", and bytes for `keep`. Raises KvtierError."""
+        if AUTO not in (self.type_k, self.type_v) and self.keep == 0.0:
             return self
-        type_k, type_v = cache_types(KVSettings.from_native(self.settings), read_model(model)[0], self.type_k, self.type_v)
-        return replace(self, type_k=type_k, type_v=type_v)
+        header, settings = read_model(model)[0], KVSettings.from_native(self.settings)
+        type_k, type_v = cache_types(settings, header, self.type_k, self.type_v)
+        if self.keep > 0.0:
+            n_bytes = cache_bytes(shape_of(header), PlanRequest(n_ctx=n_tokens, n_ubatch=n_batch), "f16", "f16").page_bytes
+            if n_bytes is None:
+                raise KvtierError(f"{self.name}: this model's cache cannot be kept in f16, so it has no share", "Give host=BYTES instead of keep.")
+            settings = replace(settings, host=int(self.keep * n_bytes))
+        return replace(self, type_k=type_k, type_v=type_v, keep=0.0, settings=settings.to_native())
 
     def make_directory(self) -> None:
         """Make the disk tier's directory if it is the user's cache folder; one that was named must exist."""
@@ -85,7 +104,7 @@ class Opening:
     rope: Rope = field(default_factory=Rope)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "config", self.config.for_model(self.model))
+        object.__setattr__(self, "config", self.config.for_model(self.model, self.n_ctx, self.n_batch))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,4 +112,4 @@ class Opening:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Opening:
         """The inverse of `to_dict`."""
-        return cls(**{**data, "config": Configuration(**data["config"]), "rope": Rope(**data["rope"])})
+        return cls(**{**data, "config": Configuration.from_dict(data["config"]), "rope": Rope(**data["rope"])})

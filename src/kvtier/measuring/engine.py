@@ -105,7 +105,7 @@ class Engine:
 
         settings, policy = KVSettings.from_native(config.settings), create(config.policy)
         cache = KVCache(self._domain, CacheLease(lambda: None), settings)
-        self._lossy = LossyEngine(cache, memory_for(policy.name), self.text) if settings.fidelity == "lossy" else None
+        self._lossy = LossyEngine(cache, config.memory or memory_for(policy.name), self.text) if settings.fidelity == "lossy" else None
         self._pages = self._lossy or KVEngine(cache, self.text)
         self._placement = Placement(self._pages, policy, report=lambda _text: None)
 

@@ -2,16 +2,17 @@
 
 Before the colon stands the engine, after it are settings with commas between them. A setting without a key is the
 cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`; `policy` names who places
-the pages.
+the pages. `keep` is a host budget as a share of what the text's cache takes in F16; with lossy fidelity the fields of MemorySettings are keys, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final, get_args, get_type_hints
 
 from ..cachetypes import AUTO
-from ..errors import KvtierError, UsageError
+from ..errors import KvtierError, SettingsError, UsageError
+from ..lossy.memory import MemorySettings, memory_for
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
@@ -21,6 +22,7 @@ from .config import GGML_TYPES, Configuration, EngineName
 ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 CACHE_KEYS: Final = ("cache", "cache-k", "cache-v")
 POLICY_KEY: Final = "policy"
+KEEP_KEY: Final = "keep"
 STOCK_KEYS: Final = (*CACHE_KEYS, "flash-attn")
 _BYTES: Final = ("host", "disk")  # KVSettings understands their text
 _SHORT: Final = {"host-k": "host-type-k", "host-v": "host-type-v", "disk-k": "disk-type-k", "disk-v": "disk-type-v"}
@@ -36,6 +38,11 @@ def setting_keys() -> dict[str, str]:
     return {field.name.removeprefix("kv_").replace("_", "-"): field.name for field in fields(KVSettings)}
 
 
+def memory_keys() -> dict[str, str]:
+    """Every key of the online memory's settings, and its field."""
+    return {field.name.replace("_", "-"): field.name for field in fields(MemorySettings)}
+
+
 def parse_spec(text: str) -> Configuration:
     """The configuration that `text` describes, named by it. Raises SpecError."""
     spec = text.strip()
@@ -45,20 +52,23 @@ def parse_spec(text: str) -> Configuration:
             f"{text!r} is no configuration: it must begin with {' or '.join(f'{name}:' for name in ENGINES)}",
             "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.",
         )
-    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), POLICY_KEY))
+    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), *memory_keys(), KEEP_KEY, POLICY_KEY))
     policy = pairs.pop(POLICY_KEY, "")
+    keep = pairs.pop(KEEP_KEY, "")
+    parts = {name: pairs.pop(key) for key, name in memory_keys().items() if key in pairs}
     asked = _cache_types(spec, pairs)
     try:
         if engine == "stock":
             flash_attn = _switch(pairs.get("flash-attn", "on"))
             return Configuration(spec, "stock", asked[0] or "f16", asked[1] or "f16", flash_attn)
-        if policy:
-            create_policy(policy)  # an unknown name is an error here
+        share = _share(keep, pairs) if keep else 0.0
         settings = _settings(spec, pairs).with_cache_types(*asked)
         if settings.fidelity == "lossy":
             policy = policy or LOSSY_DEFAULT  # as a run has it
+        base = create_policy(policy).name if policy else ""  # an unknown one is an error here
+        memory = _memory(spec, memory_for(base), parts, settings) if parts else None
         type_k, type_v = (AUTO if kind is None else "f16" if kind == "f32" else kind for kind in asked)
-        return Configuration(spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy)
+        return Configuration(spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy, keep=share, memory=memory)
     except SpecError:
         raise
     except (KvtierError, ValueError) as error:
@@ -107,6 +117,26 @@ def _settings(spec: str, pairs: dict[str, str]) -> KVSettings:
         except ValueError as error:
             raise SpecError(f"{spec}: {key}: {error}") from None
     return KVSettings(**values)
+
+
+def _share(text: str, pairs: dict[str, str]) -> float:
+    """What `keep` says. Raises SettingsError."""
+    if "host" in pairs:
+        raise SettingsError("keep and host both say what the RAM tier may take", "Leave one of them out.")
+    try:
+        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise SettingsError(f"keep is '{text}', which is no share of a cache", "Take 1% to 100%.")
+    return share
+
+
+def _memory(spec: str, memory: MemorySettings, parts: dict[str, str], settings: KVSettings) -> MemorySettings:
+    if settings.fidelity != "lossy":
+        raise SpecError(f"{spec}: {', '.join(parts)} is for lossy fidelity", "Add fidelity=lossy, or leave it out.")
+    hints = get_type_hints(MemorySettings)
+    return replace(memory, **{name: _value(name, hints[name], text) for name, text in parts.items()})
 
 
 def _value(name: str, hint: Any, text: str) -> Any:

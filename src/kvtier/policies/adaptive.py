@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from .base import HOST, Budgets, Floats, Observation, PageStats, Plan, place
 from .delta import Delta
 from .guard import Guard
+from .parameters import Parse
 from .presets import BALANCED, CONSERVATIVE, Preset, pick
 from .signals import Signals, signals
 
@@ -40,9 +42,14 @@ class Adaptive:
     switches: list[Switch] = field(default_factory=list)
     guard: Guard = field(default_factory=Guard)
     delta: Delta = field(default_factory=Delta)
+    parameters: ClassVar[Mapping[str, Parse]] = Delta.parameters
     _seen: Observation = field(default_factory=Observation)
     _wanted: str = BALANCED.name
     _n_wanted: int = 0
+
+    @classmethod
+    def from_parameters(cls, seed: int, **parameters: Any) -> Adaptive:
+        return cls(seed=seed, delta=Delta(seed=seed, **parameters))
 
     @property
     def state(self) -> str:

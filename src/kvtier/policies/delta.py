@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import ClassVar, Final
 
 import numpy as np
 
 from ..errors import ScorerError
-from ..scorer.model import Scorer, shipped
+from ..scorer.model import Scorer, load, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
+from .parameters import Parse, share
 
 LEAST: Final = np.float32(1e-6)  # fair shares of mass
 _log = logging.getLogger(__name__)
@@ -22,6 +25,11 @@ def _shipped_or_none() -> Scorer | None:
     except ScorerError as err:
         _log.warning("%s; pages are kept by their present attention mass instead", err.message)
         return None
+
+
+def _scorer_of(text: str) -> Scorer | None:
+    """A file of weights, or off. Raises ScorerError."""
+    return None if text.lower() == "off" else load(Path(text))
 
 
 @dataclass(slots=True)
@@ -36,6 +44,7 @@ class Delta:
     scorer: Scorer | None = field(default_factory=_shipped_or_none)
     forecast_share: float = 0.5
     name: str = "delta"
+    parameters: ClassVar[Mapping[str, Parse]] = {"scorer": _scorer_of, "forecast_share": share}
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         return place(stats, budgets, self.keep(stats))

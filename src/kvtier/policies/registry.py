@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, cast
 
 from ..errors import PolicyError, UsageError
+from . import parameters
 from .base import Policy
 
 GROUP: Final = "kvtier.policies"
@@ -34,24 +35,35 @@ def names() -> tuple[str, ...]:
     return (*BUILT_IN, *sorted(name for name in _third_party() if name not in BUILT_IN))
 
 
-def create(name: str, seed: int = 0) -> Policy:
-    """A new policy. Raises UsageError for an unknown name, PolicyError if a third party's cannot be made."""
-    wanted = name.strip().lower().replace("-", "_")
+def create(text: str, seed: int = 0) -> Policy:
+    """A new policy from its name and, after colons, parameters (policies/parameters.py).
+
+    Raises UsageError for an unknown name or parameter, PolicyError if a third party's cannot be made.
+    """
+    name, pairs = parameters.split(text)
+    wanted = name.lower().replace("-", "_")
     if wanted in BUILT_IN:
         module, cls = BUILT_IN[wanted]
-        factory = cast(Factory, getattr(import_module(f".{module}", __package__), cls))
-        return factory(seed=seed)
+        return _make(wanted, cast(Factory, getattr(import_module(f".{module}", __package__), cls)), pairs, seed)
     third = _third_party()
-    entry = third.get(name.strip(), third.get(wanted))
+    entry = third.get(name, third.get(wanted))
     if entry is None:
         raise UsageError(f"no policy is called '{name}'", f"Policies: {', '.join(names())}.")
     try:
-        policy = entry.load()(seed=seed)
+        policy = _make(entry.name, entry.load(), pairs, seed)
+    except UsageError:
+        raise
     except Exception as err:
         raise PolicyError(f"the policy '{entry.name}' of {entry.value} cannot be made: {type(err).__name__}: {err}") from err
     if not isinstance(policy, Policy):
         raise PolicyError(f"the policy '{entry.name}' of {entry.value} has no `name` or no `plan`")
     return policy
+
+
+def _make(name: str, factory: Factory, pairs: Mapping[str, str], seed: int) -> Policy:
+    values = parameters.parse(name, factory, pairs)
+    make: Factory = getattr(factory, "from_parameters", factory)
+    return make(seed=seed, **values)
 
 
 def _third_party() -> dict[str, EntryPoint]:

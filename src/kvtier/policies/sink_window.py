@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from .base import Budgets, PageStats, Plan, place
+from .parameters import Parse, tokens
 
 
 @dataclass(slots=True)
@@ -16,6 +19,7 @@ class SinkWindow:
     seed: int = 0
     sink_tokens: int = 64
     name: str = "sink_window"
+    parameters: ClassVar[Mapping[str, Parse]] = {"sink_tokens": tokens}
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         recency = 1.0 / (1.0 + stats.age)

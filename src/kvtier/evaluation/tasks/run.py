@@ -33,6 +33,7 @@ class TaskPlan:
     f32_weights: bool
     reference: Configuration
     rows: tuple[Configuration, ...]
+    n_batch: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class _Run:
             "f32_weights": plan.f32_weights,
             "n_threads": plan.n_threads,
             "n_tokens": plan.n_tokens,
+            "n_batch": plan.n_batch,
             "rope": [self.rope.freq_base, self.rope.freq_scale],
         }
         stem = file.path.with_name(f"tasks-{model[:16]}")
@@ -99,12 +101,12 @@ class _Run:
 
     def rows_of(self, config: Configuration) -> tuple[TaskRow, ...]:
         """The rows of one configuration, task by task; answers that were missing are in the file afterwards."""
-        config = config.for_model(self.plan.model)
+        config = config.for_model(self.plan.model, self.plan.n_tokens, self.plan.n_batch)
         wanted = [(prompt, self.key(config, prompt)) for task in self.plan.tasks for prompt in self.prompts[task]]
         found = self.file.find_all([key for _, key in wanted], PromptAnswer.from_dict)
         missing = [(prompt, key) for prompt, key in wanted if key not in found]
         if missing:
-            opening = Opening(str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, rope=self.rope)
+            opening = Opening(str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, self.plan.n_batch, self.rope)
             with Child(opening) as child:
                 for i, (prompt, key) in enumerate(missing):
                     found[key] = self._measure(child, config.name, prompt, i, len(missing))

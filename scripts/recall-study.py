@@ -6,6 +6,8 @@ Runs the model on llama.cpp's own cache (F16), keeps queries, keys and values of
 then answers those queries in many ways: which form of the keys is scored, which values are read, what stands in for
 the others. For each way it prints the bytes read (keys, values and what stays in memory for the choice) as a share of
 F16 keys and values, the softmax probability of the values that were read, and the error of the output.
+
+With --pages, the table of docs/lossy.md instead: what it costs to keep the half of the pages that is wanted least in other forms.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from kvtier.measuring.config import rope_for
 
 Array = npt.NDArray[np.float32]
 PAGE = 32
+ROTATED = 64  # channels
 F16 = 2.0  # bytes
 
 # Offsets of ggml_tensor's fields, and sizes of its shape, in bytes: checked against the tensor's own strides below.
@@ -127,6 +130,14 @@ def _blocks(x: Array) -> Array:
 
 def _f16(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float32)
+
+
+def rotated(x: Array) -> Array:
+    """The Walsh-Hadamard transform of every 64 channels, as llama.cpp has it before a quantized cache: no product changes."""
+    h = np.ones((1, 1), np.float32)
+    while len(h) < ROTATED:
+        h = np.block([[h, h], [h, -h]]) / np.sqrt(np.float32(2))
+    return np.asarray((x.reshape(*x.shape[:-1], -1, ROTATED) @ h).reshape(x.shape), np.float32)
 
 
 def q8_0(x: Array) -> Array:
@@ -294,7 +305,11 @@ class Layer:
             out = out / kept.sum(-1, keepdims=True)
         total = 2 * F16  # keys and values have the same number of channels here
         mass_read = float(np.where(read, self.p, 0).sum(-1).mean())
-        return (key_bytes + F16 * share + extra) / total, mass_read, float(np.linalg.norm(out - self.out)) / self.norm
+        return (key_bytes + F16 * share + extra) / total, mass_read, self.error(out)
+
+    def error(self, out: Array) -> float:
+        """Of another answer: the norm of the difference over that of the exact one."""
+        return float(np.linalg.norm(out - self.out)) / self.norm
 
 
 def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
@@ -320,14 +335,90 @@ def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
     return means, np.mean(dropped, 0, dtype=np.float32)
 
 
+# --- forms of whole pages, keys and values, that are kept instead of being dropped: what comes back, and bytes per token and KV head
+
+GROUP = 256  # tokens that share a basis
+
+
+def low_rank(rank: int, form: str) -> Callable[[Array], tuple[Array, float]]:
+    """The best `rank` dimensions of each group and head around its mean; coordinates in `form`, basis in Q8_0."""
+    store, n_bytes = KEYS[form]
+
+    def keep(x: Array) -> tuple[Array, float]:
+        out, d = np.empty_like(x), x.shape[2]
+        for first in range(0, x.shape[1], GROUP):
+            part = x[:, first : first + GROUP]
+            mean = part.mean(1, keepdims=True)
+            _, vectors = np.linalg.eigh((part - mean).transpose(0, 2, 1) @ (part - mean))
+            basis = q8_0(np.ascontiguousarray(vectors[:, :, ::-1][:, :, :rank].transpose(0, 2, 1)))
+            coordinates = (part - mean) @ basis.transpose(0, 2, 1)
+            padded = np.zeros((*coordinates.shape[:2], -(-rank // 32) * 32), np.float32)
+            padded[:, :, :rank] = coordinates
+            out[:, first : first + GROUP] = mean + store(padded)[:, :, :rank] @ basis
+        return out, rank * n_bytes + (rank * d * KEYS["q8_0"][1] + 4 * d) / GROUP
+
+    return keep
+
+
+def whole(form: str) -> Callable[[Array], tuple[Array, float]]:
+    store, n_bytes = KEYS[form]
+    return lambda x: (store(x), n_bytes * x.shape[2])
+
+
+Form = Callable[[Array], tuple[Array, float]]
+PAGES: dict[str, tuple[Form, Form]] = {
+    "f16": (whole("f16"), whole("f16")),
+    "q8_0": (whole("q8_0"), whole("q8_0")),
+    "q8_0 keys, q4_0 values": (whole("q8_0"), whole("q4_0")),
+    "q4_0": (whole("q4_0"), whole("q4_0")),
+    "32 dimensions, q8_0": (low_rank(32, "q8_0"), low_rank(32, "q8_0")),
+    "32 dimensions, q4_0": (low_rank(32, "q4_0"), low_rank(32, "q4_0")),
+    "16 dimensions, q8_0": (low_rank(16, "q8_0"), low_rank(16, "q8_0")),
+    "q4_0 keys, values in 16, q8_0": (whole("q4_0"), low_rank(16, "q8_0")),
+}
+
+
+def study_pages(taken: Capture) -> list[tuple[str, float, float]]:
+    """(form, bytes per token and KV head, relative error of the output), means over layers without a window and steps."""
+    longest = max(int(visible.sum()) for visible in taken.visible)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*PAGES, "dropped")}
+    for layer, queries in enumerate(taken.queries):
+        if int(taken.visible[layer].sum()) < longest:
+            continue
+        n = longest // PAGE * PAGE
+        k, v = rotated(taken.keys[layer][:, :n]), rotated(taken.values[layer][:, :n])
+        seen = np.ones(n, bool)
+        steps = [Layer(rotated(q), k, v, seen, {}, taken.scale) for q in queries]
+        mass_of = np.mean([step.p.mean((0, 1)) for step in steps], 0).reshape(-1, PAGE).sum(-1)
+        light = np.repeat(mass_of <= np.median(mass_of), PAGE)
+        for name, (of_keys, of_values) in PAGES.items():
+            other_k, other_v = k.copy(), v.copy()
+            other_k[:, light], k_bytes = of_keys(k[:, light])
+            other_v[:, light], v_bytes = of_values(v[:, light])
+            for step in steps:
+                found[name].append((k_bytes + v_bytes, step.error(np.einsum("hgn,hnd->hgd", step.weights(other_k), other_v))))
+        for step in steps:
+            kept = np.where(light, 0, step.p)
+            found["dropped"].append((0.0, step.error(np.einsum("hgn,hnd->hgd", kept / kept.sum(-1, keepdims=True), v))))
+    return [(name, *(float(x) for x in np.mean(values, 0))) for name, values in found.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("-f", "--file", type=Path, required=True, help="UTF-8 text")
     parser.add_argument("--prefix", type=int, default=7500, help="tokens in the cache")
     parser.add_argument("--steps", type=int, default=16, help="decode steps that are looked at")
+    parser.add_argument("--pages", action="store_true", help="forms of pages that are wanted least, instead")
     args = parser.parse_args()
-    means, dropped = study(capture(args.model, args.file.read_text(encoding="utf-8"), args.prefix, args.steps))
+    taken = capture(args.model, args.file.read_text(encoding="utf-8"), args.prefix, args.steps)
+    if args.pages:
+        print("| half of the pages as | bytes per token and KV head | output error |")
+        print("| --- | ---: | ---: |")
+        for name, n_bytes, error in study_pages(taken):
+            print(f"| {name} | {n_bytes:.0f} | {error:.4f} |")
+        return
+    means, dropped = study(taken)
     print("| keys scored | values read | stand-in | bytes of F16 | mass read | output error |")
     print("| --- | --- | --- | --- | --- | --- |")
     for (keys, choice, stand_in), (share, mass_read, error) in means.items():

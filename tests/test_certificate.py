@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from . import scripts_loader
@@ -20,15 +19,6 @@ from .texts import source_text
 
 BUILD = Path(os.environ.get("KVTIER_TEST_PROGRAMS", scripts_loader.ROOT / "build"))
 N_PREFIX, N_STEPS = 1500, 3
-ROTATED = 64  # channels
-
-
-def rotated(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The Walsh-Hadamard transform of every 64 channels, which changes no product of a query and a key."""
-    h = np.ones((1, 1), np.float32)
-    while len(h) < ROTATED:
-        h = np.block([[h, h], [h, -h]]) / np.sqrt(np.float32(2))
-    return np.asarray((x.reshape(*x.shape[:-1], -1, ROTATED) @ h).reshape(x.shape), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +42,8 @@ def test_no_step_of_a_model_leaves_out_more_than_it_says(name: str, program: Pat
             assert N_PREFIX < seen.sum() <= N_PREFIX + N_STEPS or seen.sum() == 512  # a window of Gemma's
             file.write(np.array([n_head_kv, len(queries) // n_head_kv, d, n_cells], np.int32).tobytes())
             file.write(np.float32(taken.scale).tobytes())
-            file.write(rotated(queries).tobytes())
-            file.write(np.ascontiguousarray(rotated(keys).transpose(1, 0, 2)).tobytes())
+            file.write(study.rotated(queries).tobytes())
+            file.write(np.ascontiguousarray(study.rotated(keys).transpose(1, 0, 2)).tobytes())
             file.write(np.where(seen, 0, 0xFC00).astype(np.uint16).tobytes())
     run = subprocess.run([program, "--captured", path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -37,7 +37,7 @@ from .options import TOKENS, option
 @option("--prefill-sampled", is_flag=True, help="Compute four chunks of that prompt instead of all of them.")
 @option(
     "--fidelity",
-    metavar="bounded:EPS",
+    metavar="bounded[:EPS]",
     help="Add rows that read values by weight (see kvtier run --fidelity). Contexts then hold the text itself.",
 )
 @option("--computed", is_flag=True, help="Fill contexts with the text itself instead of some of its cells over and over.")

@@ -163,8 +163,8 @@ def kv_options(function: F) -> F:
             option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
             option(
                 "--fidelity",
-                metavar="exact|bounded:EPS|lossy",
-                help="bounded:EPS: a decode step may leave out values with at most EPS of the attention; lossy: what leaves RAM is gone. [default: exact]",
+                metavar="exact|bounded[:EPS]|lossy",
+                help="bounded:EPS: a decode step may leave out values with at most EPS of the attention (0.07 if it is not said); lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",
@@ -187,7 +187,7 @@ def policy_option(function: F) -> F:
     return option(
         "--policy",
         metavar="NAME",
-        help="Who decides which pages stay in RAM; docs/policies.md lists them.  [default: the least recently used leave; with --fidelity lossy adaptive]",
+        help="Who decides which pages stay in RAM; docs/policies.md lists them and their parameters (sink_window:sink-tokens=256).  [default: the least recently used leave; with --fidelity lossy adaptive]",
     )(function)
 
 

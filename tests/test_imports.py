@@ -25,7 +25,7 @@ LAYERS = (
     {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
     {"pagekeys"},
     {"placement"},
-    {"lossy/budget", "lossy/compress", "lossy/levels", "lossy/online"},
+    {"lossy/budget", "lossy/compress", "lossy/levels", "lossy/online", "lossy/streaming"},
     {"lossy/memory"},
     {"llama"},
     {"chat", "generation"},

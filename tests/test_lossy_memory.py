@@ -13,7 +13,9 @@ from kvtier.lossy.budget import WAIT_UP, ShareKeeper
 from kvtier.lossy.compress import compress
 from kvtier.lossy.levels import Level, assign, ladder
 from kvtier.lossy.online import OnlineState
+from kvtier.lossy.streaming import StreamingCache, group_bytes, whole_groups
 from kvtier.settings import KVSettings
+from kvtier.summary import SummaryGroup
 
 LAYER = LayerFigures(0, 0, 3, 64, 64, 32, 1, 4096, 128, 0, 0, 0, 0, 0)
 SIZES = np.array([24640, 13120, 6976], np.int64)
@@ -97,6 +99,31 @@ def test_a_group_is_the_best_of_its_rank(rank: int) -> None:
     singular = np.linalg.svd(centred, compute_uv=False)
     error = float(np.square(ours[0] - rows[:, 0]).sum())
     assert error == pytest.approx(float(np.square(singular[rank:]).sum()), rel=1e-2, abs=1e-2)
+
+
+def test_the_lightest_groups_leave() -> None:
+    def group(mass: float) -> SummaryGroup:
+        rows = np.zeros((32, 1, 32), np.float32)
+        return compress(rows, rows, 32, mass=mass)
+
+    stream = StreamingCache(3)
+    first = [group(0.5), group(0.1)]
+    assert stream.with_new(first, np.zeros(0, np.float32)) == tuple(first)
+    new = [group(0.3), group(0.05)]
+    assert stream.with_new(new, np.array([0.2, 0.4], np.float32)) == (0, 1, new[0])  # as they are now, not as they began
+    assert stream.with_new([], np.array([0.0, 0.1, 0.2], np.float32)) == (0, 1, 2) and stream.n_groups == 3
+    assert StreamingCache(0).with_new(new, np.zeros(0, np.float32)) == ()
+
+
+def test_pages_leave_in_whole_groups() -> None:
+    order = np.arange(20)
+    assert whole_groups(order[:1], order).tolist() == list(range(8))
+    assert whole_groups(order[:9], order).tolist() == list(range(16))
+    assert whole_groups(order[:18], order).tolist() == list(range(18))  # no more to give
+
+
+def test_what_a_group_takes() -> None:
+    assert group_bytes(LAYER, 32) == 3 * (256 * 2 * 18 + 32 * 128 * 34 // 32 + 4 * 128 + 4 * 256)
 
 
 def test_the_budget_falls_at_once_and_rises_slowly() -> None:

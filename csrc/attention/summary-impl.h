@@ -14,14 +14,15 @@ struct kvt_summary_part {
     std::unique_ptr<uint8_t[]> cells, basis, var;     // page bytes behind at()'s alignment; basis and var may be NULL
     std::vector<float> bias;                          // [n_head_kv][page_tokens] log2 of counts; -inf behind the last cell
     std::vector<float> mean_k, mean_v;                // [n_head_kv][d_k], [n_head_kv][d_v_pad]; with a basis
+    size_t n_bytes;
 };
 
 struct kvt_summary_set {
     struct kvt_geometry geo;                          // of the array; page_tokens is of no meaning
     int32_t d_v_pad;
-    std::vector<kvt_summary_part> parts;
+    std::vector<std::shared_ptr<const kvt_summary_part>> parts;   // cells first, then groups; a later set may share groups
     std::vector<float> mass;                          // [parts]
-    size_t n_bytes;
+    size_t n_bytes, n_shared;                         // n_shared: bytes of parts of the set before
 };
 
 static inline const uint8_t * kvt_summary_at(const std::unique_ptr<uint8_t[]> & p) {

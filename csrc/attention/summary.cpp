@@ -16,6 +16,7 @@ enum { ROWS = KVT_DECODE_ROWS };
 
 struct build {
     const struct kvt_geometry * geo;
+    const struct kvt_summary_set * before;
     char *  err;
     size_t  err_size;
     int refuse(const char * what) const {
@@ -51,6 +52,12 @@ static bool format_ok(int fmt, int32_t d_k, int32_t d_v) {
     return fmt >= 0 && fmt < KVT_FORMAT_COUNT && kvt_format_supports((enum kvt_format) fmt, d_k) && kvt_format_supports((enum kvt_format) fmt, d_v);
 }
 
+static void add_part(struct kvt_summary_set * s, std::shared_ptr<const kvt_summary_part> p, float mass) {
+    s->n_bytes += p->n_bytes;
+    s->parts.push_back(std::move(p));
+    s->mass.push_back(mass);
+}
+
 static int add_cells(const build & b, struct kvt_summary_set * s, const kvt_summary * in) {
     const size_t n_heads = (size_t) b.geo->n_head_kv, n = in->n_cells;
     if (!in->key || !in->value || !in->log_count) return b.refuse("summary cells need keys, values and log counts");
@@ -59,15 +66,15 @@ static int add_cells(const build & b, struct kvt_summary_set * s, const kvt_summ
     if (in->key_var && !std::all_of(in->key_var, in->key_var + n_heads*n*b.geo->d_k, [](float x) { return x >= 0 && std::isfinite(x); })) {
         return b.refuse("a variance of a summary cell is negative or not a number");
     }
-    kvt_summary_part p;
+    kvt_summary_part p = {};
     struct kvt_geometry geo = *b.geo;
     geo.page_tokens = round_up((int32_t) n, KVT_SUB);
-    if (!make_page(p.cells, &p.layout, geo, in->fmt_cells, &s->n_bytes)) return b.refuse("summary cells cannot be laid out");
+    if (!make_page(p.cells, &p.layout, geo, in->fmt_cells, &p.n_bytes)) return b.refuse("summary cells cannot be laid out");
     put(p.layout, p.cells, KVT_PART_K, in->key, in->n_cells);
     put(p.layout, p.cells, KVT_PART_V, in->value, in->n_cells);
     if (in->key_var) {
         geo.d_v = 0;
-        if (!make_page(p.var, &p.var_layout, geo, KVT_FORMAT_BF16, &s->n_bytes)) return b.refuse("variances cannot be laid out");
+        if (!make_page(p.var, &p.var_layout, geo, KVT_FORMAT_BF16, &p.n_bytes)) return b.refuse("variances cannot be laid out");
         put(p.var_layout, p.var, KVT_PART_K, in->key_var, in->n_cells);
     }
     const size_t n_pad = (size_t) geo.page_tokens;
@@ -79,13 +86,26 @@ static int add_cells(const build & b, struct kvt_summary_set * s, const kvt_summ
             p.bias[h*n_pad + t] = x*KVT_LOG2E;
         }
     }
-    s->n_bytes += p.bias.size()*sizeof(float);
-    s->parts.push_back(std::move(p));
+    p.n_bytes += p.bias.size()*sizeof(float);
+    add_part(s, std::make_shared<const kvt_summary_part>(std::move(p)), 0.0f);
+    return 0;
+}
+
+// a group of the set before, by its place among the groups
+static int share_group(const build & b, struct kvt_summary_set * s, int32_t place) {
+    size_t n_cells = 0;
+    while (b.before && n_cells < b.before->parts.size() && !b.before->parts[n_cells]->basis) n_cells++;
+    const size_t i = n_cells + (size_t) place;
+    if (!b.before || i >= b.before->parts.size()) return b.refuse("the summary that is replaced has no such group that could stay");
+    s->n_shared += b.before->parts[i]->n_bytes;
+    add_part(s, b.before->parts[i], b.before->mass[i]);
     return 0;
 }
 
 static int add_group(const build & b, struct kvt_summary_set * s, const kvt_summary_group * in) {
     const size_t n_heads = (size_t) b.geo->n_head_kv, d_k = (size_t) b.geo->d_k, d_v = (size_t) b.geo->d_v;
+    if (in->stays >= 0) return share_group(b, s, in->stays);
+    if (!(in->mass >= 0.0f && std::isfinite(in->mass))) return b.refuse("a summary group begins with a mass that is negative or not a number");
     if (!in->k_mean || !in->k_basis || !in->k_coord || !in->v_mean || !in->v_basis || !in->v_coord) return b.refuse("a summary group needs means, bases and coordinates");
     if (in->n == 0 || in->n > 1 << 20 || in->r_k == 0 || in->r_v == 0 || in->r_k > d_k || in->r_v > d_v) return b.refuse("a summary group needs cells, and dimensions up to those of its heads");
     if (!format_ok(in->fmt_coord, (int32_t) in->r_k, (int32_t) in->r_v) || !format_ok(in->fmt_basis, b.geo->d_k, b.geo->d_v)) {
@@ -94,10 +114,10 @@ static int add_group(const build & b, struct kvt_summary_set * s, const kvt_summ
     const bool finite = all_finite(in->k_mean, n_heads*d_k) && all_finite(in->k_basis, n_heads*in->r_k*d_k) && all_finite(in->k_coord, n_heads*in->n*in->r_k) &&
         all_finite(in->v_mean, n_heads*d_v) && all_finite(in->v_basis, n_heads*in->r_v*d_v) && all_finite(in->v_coord, n_heads*in->n*in->r_v);
     if (!finite) return b.refuse("a summary group holds something that is not a number");
-    kvt_summary_part p;
+    kvt_summary_part p = {};
     const struct kvt_geometry coords = { b.geo->n_head_kv, (int32_t) in->r_k, (int32_t) in->r_v, round_up((int32_t) in->n, KVT_SUB) };
     const struct kvt_geometry basis  = { b.geo->n_head_kv, b.geo->d_k, b.geo->d_v, round_up((int32_t) std::max(in->r_k, in->r_v), KVT_SUB) };
-    if (!make_page(p.cells, &p.layout, coords, in->fmt_coord, &s->n_bytes) || !make_page(p.basis, &p.basis_layout, basis, in->fmt_basis, &s->n_bytes)) {
+    if (!make_page(p.cells, &p.layout, coords, in->fmt_coord, &p.n_bytes) || !make_page(p.basis, &p.basis_layout, basis, in->fmt_basis, &p.n_bytes)) {
         return b.refuse("a summary group cannot be laid out");
     }
     put(p.layout, p.cells, KVT_PART_K, in->k_coord, in->n);
@@ -109,8 +129,8 @@ static int add_group(const build & b, struct kvt_summary_set * s, const kvt_summ
     for (size_t h = 0; h < n_heads; h++) std::copy_n(in->v_mean + h*d_v, d_v, p.mean_v.data() + h*(size_t) s->d_v_pad);
     p.bias.assign(n_heads*(size_t) coords.page_tokens, -INFINITY);
     for (size_t h = 0; h < n_heads; h++) std::fill_n(p.bias.data() + h*(size_t) coords.page_tokens, in->n, 0.0f);
-    s->n_bytes += (p.mean_k.size() + p.mean_v.size() + p.bias.size())*sizeof(float);
-    s->parts.push_back(std::move(p));
+    p.n_bytes += (p.mean_k.size() + p.mean_v.size() + p.bias.size())*sizeof(float);
+    add_part(s, std::make_shared<const kvt_summary_part>(std::move(p)), in->mass);
     return 0;
 }
 
@@ -118,15 +138,16 @@ static int build_set(const build & b, struct kvt_summary_set * s, const kvt_summ
     s->geo     = *b.geo;
     s->d_v_pad = round_up(b.geo->d_v, 16);
     s->n_bytes = sizeof(*s);
+    s->n_shared = 0;
     int err = in->n_cells ? add_cells(b, s, in) : 0;
     if (!err && in->n_groups && !in->groups) err = b.refuse("the groups of the summary are missing");
     for (uint32_t i = 0; !err && i < in->n_groups; i++) err = add_group(b, s, &in->groups[i]);
-    s->mass.assign(s->parts.size(), 0.0f);
     return err;
 }
 
-extern "C" int kvt_summary_create(struct kvt_summary_set ** out, const struct kvt_geometry * geo, const kvt_summary * in, char * err, size_t err_size) {
-    const build b = { geo, err, err_size };
+extern "C" int kvt_summary_create(struct kvt_summary_set ** out, const struct kvt_geometry * geo, const kvt_summary * in, const struct kvt_summary_set * before,
+                                  char * err, size_t err_size) {
+    const build b = { geo, before, err, err_size };
     if (geo->d_v == 0) return b.refuse("layers without values of their own take no summary");
     try {
         std::unique_ptr<kvt_summary_set> s(new kvt_summary_set());
@@ -140,6 +161,7 @@ extern "C" int kvt_summary_create(struct kvt_summary_set ** out, const struct kv
 
 extern "C" void kvt_summary_free(struct kvt_summary_set * s) { delete s; }
 extern "C" size_t kvt_summary_bytes(const struct kvt_summary_set * s) { return s->n_bytes; }
+extern "C" size_t kvt_summary_shared(const struct kvt_summary_set * s) { return s->n_shared; }
 
 extern "C" size_t kvt_summary_mass(const struct kvt_summary_set * s, float * out, size_t n_max) {
     std::copy_n(s->mass.data(), std::min(n_max, s->mass.size()), out);
@@ -325,7 +347,7 @@ static void run_block(const struct summary_work * w, struct scratch * x, int h, 
     memset(j->sum_o + at*j->d_v_pad, 0, (size_t) n_rows*j->d_v_pad*sizeof(float));
     load_queries(w, x, h, row0, n_rows);
     for (size_t i = 0; i < n_parts; i++) {
-        const struct kvt_summary_part * p = &w->set->parts[i];
+        const struct kvt_summary_part * p = w->set->parts[i].get();
         run_part(w, p, x, h, n_rows);
         if (p->basis) expand_output(w, p, x, h, n_rows);
         const float * o = p->basis ? x->full : x->o;
@@ -361,9 +383,9 @@ int kvt_summary_run(struct kvt_job * j) {
     w.width   = kvt_round_up((size_t) geo.d_k, 32);
     w.width_o = (size_t) set->d_v_pad;
     size_t n_subs = 0;
-    for (const kvt_summary_part & p : set->parts) {
-        if (p.basis) w.width = std::max(w.width, (size_t) p.basis_layout.geo.page_tokens);
-        n_subs += (size_t) p.layout.geo.page_tokens/KVT_SUB;
+    for (const auto & p : set->parts) {
+        if (p->basis) w.width = std::max(w.width, (size_t) p->basis_layout.geo.page_tokens);
+        n_subs += (size_t) p->layout.geo.page_tokens/KVT_SUB;
     }
     w.n_blocks = (size_t) (j->n_rows + ROWS - 1)/ROWS;
     const size_t n_tasks = w.n_blocks*(size_t) geo.n_head_kv, n_all = (size_t) j->n_rows*(size_t) geo.n_head_kv, n_parts = set->parts.size();

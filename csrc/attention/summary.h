@@ -18,10 +18,13 @@ extern "C" {
 
 struct kvt_summary_set;
 
-// Copies what `in` (kvtier.h) points to. Errors: INVALID with a text in err, NOMEM.
-int    kvt_summary_create (struct kvt_summary_set ** out, const struct kvt_geometry * geo, const kvt_summary * in, char * err, size_t err_size);
+// Copies what `in` (kvtier.h) points to; groups that stay are shared with `before`, which may be NULL. Errors: INVALID with a text in
+// err, NOMEM.
+int    kvt_summary_create (struct kvt_summary_set ** out, const struct kvt_geometry * geo, const kvt_summary * in, const struct kvt_summary_set * before, char * err,
+                           size_t err_size);
 void   kvt_summary_free   (struct kvt_summary_set * s);
 size_t kvt_summary_bytes  (const struct kvt_summary_set * s);
+size_t kvt_summary_shared (const struct kvt_summary_set * s);   // of these, what `before` had already
 // Decayed mean attention mass per part, as kvt_mass has it of pages: the cells, if there are any, then the groups. How many.
 size_t kvt_summary_mass   (const struct kvt_summary_set * s, float * out, size_t n_max);
 

@@ -97,7 +97,9 @@ typedef struct {
 
 // Cells that sum up dropped ones, and groups of dropped cells in few dimensions, of one array. All float32, copied by the call
 // that takes them; what they are kept in is a storage format (0 f32, 1 f16, 2 bf16, 3 q8_0: dimensions in multiples of 32).
+// A group that was there before, and stays as it is, is named by its place among the groups of the summary that is replaced.
 typedef struct {
+    int32_t  stays;               // place of the group that stays, all else counts for nothing; -1: a new group
     uint32_t n, r_k, r_v;         // cells; dimensions of keys and values, at most d_k and d_v
     int32_t  fmt_coord, fmt_basis;
     const float * k_mean;         // [n_head_kv][d_k]
@@ -106,6 +108,7 @@ typedef struct {
     const float * v_mean;         // the same of values
     const float * v_basis;
     const float * v_coord;
+    float mass;                   // decayed mean mass that it begins with, as of its cells' pages
 } kvt_summary_group;
 
 typedef struct {

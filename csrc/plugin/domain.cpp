@@ -413,7 +413,7 @@ int kvt_domain_state::reserve(uint64_t n_bytes) {
     return rc;
 }
 
-// The new one is paid for before the old one goes: for a moment there are two of this array.
+// The new one is paid for before the old one goes: for a moment there are two of this array, but for the groups that both have.
 int kvt_domain_state::set_summary(uint32_t array, const kvt_summary * summary) {
     const auto  held  = hold_layers();
     kvt_layer * layer = layer_of(array);
@@ -424,7 +424,8 @@ int kvt_domain_state::set_summary(uint32_t array, const kvt_summary * summary) {
     if (summary) {
         char text[256] = "";
         kvt_summary_set * set = nullptr;
-        const int rc = kvt_summary_create(&set, &layer->geo, summary, text, sizeof(text));
+        const auto before = summary_of(layer);
+        const int rc = kvt_summary_create(&set, &layer->geo, summary, before.get(), text, sizeof(text));
         if (rc != KVT_OK) {
             return kvt_fail(layer->geo.d_v == 0 ? (int) KVT_ERR_UNSUPPORTED : rc, "%s", text[0] ? text : kvt_error_message(rc));
         }
@@ -432,7 +433,7 @@ int kvt_domain_state::set_summary(uint32_t array, const kvt_summary * summary) {
     }
     std::lock_guard<std::mutex> change(m_summary_mutex);
     const uint64_t n_new = made ? kvt_summary_bytes(made.get()) : 0, n_old = layer->summary ? kvt_summary_bytes(layer->summary.get()) : 0;
-    int rc = reserve_for(m_summary_bytes + n_new);
+    int rc = reserve_for(m_summary_bytes + n_new - (made ? kvt_summary_shared(made.get()) : 0));
     if (rc != KVT_OK) {
         return rc;
     }

@@ -62,11 +62,25 @@ static void make(summary_data & s, const scenario & c, std::mt19937 & rng) {
             round_rows(g.basis[p], d[p], c.basis);
             round_rows(g.coord[p], r[p], c.coord);
         }
-        s.raw.push_back({ (uint32_t) c.n, (uint32_t) c.r_k, (uint32_t) c.r_v, c.coord, c.basis, g.mean[0].data(), g.basis[0].data(), g.coord[0].data(),
-            g.mean[1].data(), g.basis[1].data(), g.coord[1].data() });
+        s.raw.push_back({ -1, (uint32_t) c.n, (uint32_t) c.r_k, (uint32_t) c.r_v, c.coord, c.basis, g.mean[0].data(), g.basis[0].data(), g.coord[0].data(),
+            g.mean[1].data(), g.basis[1].data(), g.coord[1].data(), 0.0f });
     }
     s.in.n_groups = c.n_groups;
     s.in.groups = s.raw.data();
+}
+
+// the same summary once more, with the groups of the first, which is gone then
+static kvt_summary_set * with_groups_that_stay(kvt_summary_set * before, const kvt_geometry & geo, const summary_data & s) {
+    kvt_summary in = s.in;
+    std::vector<kvt_summary_group> groups(s.raw.size());
+    for (size_t i = 0; i < groups.size(); i++) groups[i].stays = (int32_t) i;
+    in.groups = groups.data();
+    kvt_summary_set * set = nullptr;
+    char err[256] = "";
+    CHECK_MSG(kvt_summary_create(&set, &geo, &in, before, err, sizeof(err)) == 0, "%s", err);
+    CHECK(kvt_summary_bytes(set) == kvt_summary_bytes(before) && (kvt_summary_shared(set) > 0) == !groups.empty());
+    kvt_summary_free(before);
+    return set;
 }
 
 static void expand(const group_data & g, int p, const scenario & c, int h, int t, std::vector<double> & out) {
@@ -136,7 +150,8 @@ static void run(kvt_attention * a, const scenario & c, uint32_t seed, const char
     const kvt_geometry geo = { c.n_head_kv, c.d_k, c.d_v, 32 };
     kvt_summary_set * set = nullptr;
     char err[256] = "";
-    CHECK_MSG(kvt_summary_create(&set, &geo, &s.in, err, sizeof(err)) == 0, "%s", err);
+    CHECK_MSG(kvt_summary_create(&set, &geo, &s.in, nullptr, err, sizeof(err)) == 0, "%s", err);
+    set = with_groups_that_stay(set, geo, s);
     if (!set) return;
 
     memory_pages mem((size_t) (c.n_kv + 31)/32);
@@ -249,7 +264,7 @@ static void refusals() {
         spoil(s);
         kvt_summary_set * set = nullptr;
         char err[256] = "";
-        CHECK(kvt_summary_create(&set, &g, &s.in, err, sizeof(err)) == KVT_ERR_INVALID);
+        CHECK(kvt_summary_create(&set, &g, &s.in, nullptr, err, sizeof(err)) == KVT_ERR_INVALID);
         CHECK(set == nullptr && err[0] != 0);
     };
     refuse(mla, [](summary_data &) {});
@@ -260,6 +275,9 @@ static void refusals() {
     refuse(geo, [](summary_data & s) { s.in.value = nullptr; });
     refuse(geo, [](summary_data & s) { s.in.fmt_cells = 9; });
     refuse(geo, [](summary_data & s) { s.in.groups = nullptr; });
+    refuse(geo, [](summary_data & s) { s.raw[0].stays = 0; });   // there was nothing before
+    refuse(geo, [](summary_data & s) { s.raw[0].mass = -1.0f; });
+    refuse(geo, [](summary_data & s) { s.raw[0].mass = NAN; });
     refuse(geo, [](summary_data & s) { s.raw[1].r_k = 65; });
     refuse(geo, [](summary_data & s) { s.raw[1].n = 0; });
     refuse(geo, [](summary_data & s) { s.raw[0].v_coord = nullptr; });

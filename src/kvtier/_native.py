@@ -345,7 +345,12 @@ def _put_cells(raw: Any, cells: SummaryCells, layer: LayerFigures, kept: list[An
     raw.key_var = _ffi.NULL if cells.key_var is None else _floats(cells.key_var, keys, "key_var", kept)
 
 
-def _put_group(raw: Any, group: SummaryGroup, layer: LayerFigures, kept: list[Any]) -> None:
+def _put_group(raw: Any, group: SummaryGroup | int, layer: LayerFigures, kept: list[Any]) -> None:
+    if isinstance(group, int):
+        raw.stays = group
+        return
+    raw.stays = -1
+    raw.mass = group.mass
     raw.n = group.k_coord.shape[1]
     raw.fmt_coord = FORMATS.index(group.fmt_coord)
     raw.fmt_basis = FORMATS.index(group.fmt_basis)

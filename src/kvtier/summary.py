@@ -38,6 +38,7 @@ class SummaryGroup:
         k_basis, v_basis: float32 [n_head_kv, r, d].
         k_coord, v_coord: float32 [n_head_kv, n, r].
         fmt_coord, fmt_basis: storage formats; quantized ones need r, or d, in multiples of 32.
+        mass: decayed mean attention mass that the group begins with: what the pages of its cells had.
     """
 
     k_mean: Array
@@ -48,11 +49,15 @@ class SummaryGroup:
     v_coord: Array
     fmt_coord: str = "f16"
     fmt_basis: str = "f16"
+    mass: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Everything that stands in for the dropped cells of one layer."""
+    """Everything that stands in for the dropped cells of one layer.
+
+    A group that was there before and stays as it is, is its place among the groups of the summary that this one replaces.
+    """
 
     cells: SummaryCells | None = None
-    groups: tuple[SummaryGroup, ...] = ()
+    groups: tuple[SummaryGroup | int, ...] = ()

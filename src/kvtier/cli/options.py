@@ -164,7 +164,7 @@ def kv_options(function: F) -> F:
             option(
                 "--fidelity",
                 metavar="exact|bounded[:EPS]|lossy",
-                help="bounded:EPS: a decode step may leave out values with at most EPS of the attention (0.07 if it is not said); lossy: what leaves RAM is gone. [default: exact]",
+                help="bounded:EPS: a decode step may leave out values with at most EPS (0.07) of the attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",
@@ -187,7 +187,8 @@ def policy_option(function: F) -> F:
     return option(
         "--policy",
         metavar="NAME",
-        help="Who decides which pages stay in RAM; docs/policies.md lists them and their parameters (sink_window:sink-tokens=256).  [default: the least recently used leave; with --fidelity lossy adaptive]",
+        help="Who decides which pages stay in RAM, with parameters after colons; docs/policies.md lists them.  "
+        "[default: the least recently used leave; with --fidelity lossy adaptive]",
     )(function)
 
 

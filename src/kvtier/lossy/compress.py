@@ -1,4 +1,4 @@
-"""The streaming cache: groups of dropped tokens in few dimensions (truncated SVD of their keys and of their values)."""
+"""Groups of dropped tokens in few dimensions: truncated SVD of their keys and of their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..summary import SummaryGroup
 Floats = npt.NDArray[np.float32]
 
 
-def compress(keys: Floats, values: Floats, rank: int, fmt_coord: str = "q8_0", fmt_basis: str = "q8_0") -> SummaryGroup:
+def compress(keys: Floats, values: Floats, rank: int, fmt_coord: str = "q8_0", fmt_basis: str = "q8_0", mass: float = 0.0) -> SummaryGroup:
     """The best approximation of `rank` dimensions, per KV head and around the mean.
 
     Args:
@@ -19,7 +19,7 @@ def compress(keys: Floats, values: Floats, rank: int, fmt_coord: str = "q8_0", f
     """
     k_mean, k_basis, k_coord = _truncated(keys.transpose(1, 0, 2), rank)
     v_mean, v_basis, v_coord = _truncated(values.transpose(1, 0, 2), rank)
-    return SummaryGroup(k_mean, k_basis, k_coord, v_mean, v_basis, v_coord, fmt_coord, fmt_basis)
+    return SummaryGroup(k_mean, k_basis, k_coord, v_mean, v_basis, v_coord, fmt_coord, fmt_basis, mass)
 
 
 def _truncated(rows: Floats, rank: int) -> tuple[Floats, Floats, Floats]:
@@ -29,10 +29,3 @@ def _truncated(rows: Floats, rank: int) -> tuple[Floats, Floats, Floats]:
     _, vectors = np.linalg.eigh(centred.transpose(0, 2, 1) @ centred)  # ascending
     basis = np.ascontiguousarray(vectors[:, :, ::-1][:, :, :rank].transpose(0, 2, 1))
     return mean, basis, centred @ basis.transpose(0, 2, 1)
-
-
-def group_bytes(n_head_kv: int, d_k: int, d_v: int, n: int, rank: int) -> int:
-    """What a group takes with Q8_0 coordinates and basis: here (F32 is not kept: see memory) and in the native library."""
-    coordinates = n * 2 * rank * 34 // 32
-    basis = -(-rank // 32) * 32 * (d_k + d_v) * 34 // 32
-    return n_head_kv * (coordinates + basis + 4 * (d_k + d_v) + 4 * n)

@@ -15,16 +15,19 @@ from ..errors import NativeError, SettingsError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine, Placement
-from ..policies.base import HOST, PLAN_STEPS, Floats, PageStats, Plan
-from ..summary import Summary
+from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
+from ..summary import Summary, SummaryGroup
 from .budget import ShareKeeper
-from .levels import Level, assign, ladder
+from .compress import compress
+from .levels import SUB, Level, assign, ladder
 from .online import OnlineState
+from .streaming import BASIS, COORDINATES, GROUP_PAGES, StreamingCache, group_bytes, whole_groups
 
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 MEMORY_POLICIES: Final = ("delta", "adaptive")
 MOST_SHARE: Final = 0.5  # of the budget, for anything but pages
+MOST_GROUPS: Final = 1024  # of the streaming cache, in each layer
 SETTLE_S: Final = 60.0  # for room before a batch
 TRIM_REFRESHES: Final = 64  # about 1,000 tokens
 BATCH: Final = 16  # pages that change their format before memory is put together again
@@ -39,6 +42,9 @@ class MemorySettings:
         compress: pages are kept in fewer bits before they are dropped.
         online_share: share of the host budget for the online state, for example 0.01; 0: none, since with it distributions lie further from
             the exact ones than without (docs/lossy.md).
+        low_rank: dimensions of the streaming cache: pages that leave go there in groups, as far as its share of the budget reaches; a multiple of
+            32, 0: none, since pages of four bits are worth as much (docs/lossy.md).
+        low_rank_share: share of the host budget for it.
         spread: the online state keeps the spread of its cells' keys.
         slack: share of the host budget that stays free for frames of other formats.
     """
@@ -47,9 +53,13 @@ class MemorySettings:
     online_share: float = 0.0
     spread: bool = False
     slack: float = 0.03
+    low_rank: int = 0
+    low_rank_share: float = 0.12
 
     def __post_init__(self) -> None:
-        for name, value in (("online_share", self.online_share), ("slack", self.slack)):
+        if self.low_rank < 0 or self.low_rank % SUB:
+            raise SettingsError(f"low_rank is {self.low_rank}, which is not a multiple of {SUB}", f"Take {SUB}, or 0 for none.")
+        for name, value in (("online_share", self.online_share), ("slack", self.slack), ("low_rank_share", self.low_rank_share)):
             if not 0.0 <= value <= MOST_SHARE:
                 raise SettingsError(f"{name} is {value}, which is not between 0 and {MOST_SHARE}", "Take a small share of the budget, such as 0.01.")
 
@@ -67,6 +77,7 @@ class MemoryFigures:
     n_reencoded: int = 0
     n_dropped: int = 0
     n_summed_tokens: int = 0
+    n_compressed: int = 0  # pages that went to the streaming cache
 
 
 class LossyEngine(KVEngine):
@@ -77,8 +88,10 @@ class LossyEngine(KVEngine):
         self._cache: Final = kv
         self._settings: Final = memory
         self._states: dict[int, OnlineState] = {}  # by array
+        self._streams: dict[int, StreamingCache] = {}  # by array
         self._ahead = 2 * PLAN_STEPS
         self._n_reserved = -1
+        self._n_growing = 0  # layers whose cache grows with the text
         share, budget = kv.settings.host_share, kv.settings.host
         self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
         self.counts: Final = MemoryFigures()
@@ -146,6 +159,9 @@ class LossyEngine(KVEngine):
         wanted = assign(keep[free], sizes, max(0, room))
         current = _level_of(levels, formats[free])
         gone = free[wanted == len(levels)]
+        if self._settings.low_rank:
+            gone = self._in_groups(stats, gone, free, keep)
+            wanted[np.isin(free, gone)] = len(levels)
         self._drop(stats, gone[np.argsort(keep[gone], kind="stable")], layers)
         if sink_level:
             self._reencode(stats, sinks[_level_of(levels, formats[sinks]) < sink_level], levels[sink_level])
@@ -153,6 +169,14 @@ class LossyEngine(KVEngine):
             going = free[(wanted == index) & (current < index)]
             self._reencode(stats, going, levels[index])
         self._cache.compact()
+
+    @staticmethod
+    def _in_groups(stats: PageStats, gone: Indices, free: Indices, keep: Floats) -> Indices:
+        """More pages of each array that has some to give up, so that they make whole groups: the room lasts for longer then."""
+        arrays = np.unique(stats.array[gone]).tolist()
+        order = free[np.argsort(keep[free], kind="stable")]
+        mine = [(gone[stats.array[gone] == array], order[stats.array[order] == array]) for array in arrays]
+        return np.concatenate([whole_groups(going, candidates) for going, candidates in mine]) if mine else gone
 
     def _drop_shortfall(self, stats: PageStats, keep: Floats, layers: dict[int, LayerFigures], headroom: int) -> None:
         """What is wanted least goes where fewer bits have not given enough room: else the library would take what is largest."""
@@ -187,23 +211,66 @@ class LossyEngine(KVEngine):
             self._cache.compact()
 
     def _drop(self, stats: PageStats, gone: npt.NDArray[np.int64], layers: dict[int, LayerFigures]) -> None:
-        """Pages become a share of the online state; the summary is seen before its pages go."""
+        """Pages become a group of the streaming cache or a share of the online state; the summary is seen before its pages go."""
         for array in np.unique(stats.array[gone]).tolist():
             pages = stats.page[gone[stats.array[gone] == array]].tolist()
-            layer = layers[array]
-            state = self._state(layer)
-            if state is not None:
-                for page in pages:
-                    try:
-                        state.add(*self._cache.read_page(layer, page))
-                    except NativeError as err:  # the library has dropped it just now
-                        _log.debug("a page is not summed up: %s", err.message)
-                self.counts.n_summed_tokens = sum(s.n_tokens for s in self._states.values())
-                self._cache.set_summary(layer, Summary(state.cells()))
+            self._sum_up(layers[array], pages)
             try:
                 self.counts.n_dropped += self._cache.move(array, pages, "gone")
             except NativeError as err:
                 _log.debug("pages stay for now: %s", err.message)
+
+    def _sum_up(self, layer: LayerFigures, pages: list[int]) -> None:
+        """Let attention see the pages in another form, if it is to see them at all."""
+        if self._settings.low_rank == 0 and self._settings.online_share == 0.0:
+            return
+        mass = self._cache.summary_mass(layer, 1 + MOST_GROUPS)
+        if not len(mass):  # nothing yet, or the library forgot it with the text that it stood for
+            self._streams.pop(layer.array, None)
+            self._states.pop(layer.array, None)
+        stream, state = self._stream(layer), self._state(layer)
+        if stream is None and state is None:
+            return
+        groups: tuple[SummaryGroup | int, ...] = ()
+        if stream is not None:
+            n_whole = len(pages) // GROUP_PAGES * GROUP_PAGES
+            new = [self._group(layer, sorted(pages[i : i + GROUP_PAGES])) for i in range(0, n_whole, GROUP_PAGES)]
+            groups = stream.with_new([group for group in new if group is not None], mass[len(mass) - stream.n_groups :])
+            self.counts.n_compressed += n_whole
+            pages = pages[n_whole:]
+        if state is not None:
+            self._merge(layer, pages, state)
+        self.counts.n_summed_tokens = sum(s.n_tokens for s in self._states.values())
+        self._cache.set_summary(layer, Summary(state.cells() if state is not None else None, groups))
+
+    def _merge(self, layer: LayerFigures, pages: list[int], state: OnlineState) -> None:
+        for page in pages:
+            try:
+                state.add(*self._cache.read_page(layer, page))
+            except NativeError as err:  # the library has dropped it just now
+                _log.debug("a page is not summed up: %s", err.message)
+
+    def _group(self, layer: LayerFigures, pages: list[int]) -> SummaryGroup | None:
+        try:
+            keys, values = (np.concatenate(rows) for rows in zip(*(self._cache.read_page(layer, page) for page in pages), strict=True))
+        except NativeError as err:  # the library has dropped one just now
+            _log.debug("pages are not compressed: %s", err.message)
+            return None
+        mass = float(self._mass_of(layer.array)[pages].sum())
+        return compress(keys, values, self._settings.low_rank, COORDINATES, BASIS, mass)
+
+    def _mass_of(self, array: int) -> Floats:
+        return next(layer.page_mean for layer in self._cache.layers() if layer.figures.array == array)
+
+    def _stream(self, layer: LayerFigures) -> StreamingCache | None:
+        rank = self._settings.low_rank
+        if rank == 0 or layer.d_v == 0 or rank > min(layer.d_k, layer.d_v) or layer.d_k % SUB or layer.d_v % SUB:
+            return None
+        if layer.array not in self._streams:
+            room = self._settings.low_rank_share * (self._cache.settings.host or 0) / max(1, self._n_growing)
+            self._streams[layer.array] = StreamingCache(min(MOST_GROUPS, int(room / group_bytes(layer, rank))))
+        stream = self._streams[layer.array]
+        return stream if stream.n_max else None
 
     def _state(self, layer: LayerFigures) -> OnlineState | None:
         n_cells = self._n_cells(layer)
@@ -221,8 +288,10 @@ class LossyEngine(KVEngine):
         return min(256, int(self._settings.online_share * budget) // max(1, n_heads * each))
 
     def _reserve(self, layers: dict[int, LayerFigures]) -> None:
-        """The online state's bytes leave the pages' budget once, so that it cannot push out pages later."""
-        wanted = int(self._settings.online_share * (self._cache.settings.host or 0))
+        """The bytes of the online state and the streaming cache leave the pages' budget once, so that they cannot push out pages later."""
+        self._n_growing = sum(layer.cells_per_stream == max(x.cells_per_stream for x in layers.values()) for layer in layers.values())
+        share = self._settings.online_share + (self._settings.low_rank_share if self._settings.low_rank else 0.0)
+        wanted = int(share * (self._cache.settings.host or 0))
         if self._n_reserved != wanted and layers:
             self._cache.reserve(wanted)
             self._n_reserved = wanted

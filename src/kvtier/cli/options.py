@@ -164,7 +164,7 @@ def kv_options(function: F) -> F:
             option(
                 "--fidelity",
                 metavar="exact|bounded[:EPS]|lossy",
-                help="bounded:EPS: a decode step may leave out values with at most EPS (0.07) of the attention; lossy: what leaves RAM is gone. [default: exact]",
+                help="bounded:EPS: a decode step may leave out values of at most EPS (0.07) of the attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",

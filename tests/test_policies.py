@@ -195,6 +195,9 @@ def test_parameters_follow_the_name(tmp_path: Path) -> None:
     assert isinstance(sinks, SinkWindow) and sinks.sink_tokens == 1024
     delta = create("delta : scorer = off : forecast_share=1")
     assert isinstance(delta, Delta) and delta.scorer is None and delta.forecast_share == 1.0
+    forecast, plain = create("delta:forecast-share=1"), create("delta")
+    assert isinstance(forecast, Delta) and forecast.scorer is not None
+    assert isinstance(plain, Delta) and plain.scorer is None
     weights = tmp_path / "mine.npz"
     shipped().save(weights)
     adaptive = create(f"adaptive:scorer={weights}")

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from kvtier.cli import main
 from kvtier.errors import OutputError, ScorerError, UsageError
 from kvtier.policies import Budgets, create
-from kvtier.policies.delta import Delta
 from kvtier.scorer.features import FEATURES, features
 from kvtier.scorer.model import HIDDEN, Scorer, load, shapes, shipped
 from kvtier.scorer.quality import mass_recall, quality, spearman
@@ -246,15 +245,15 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
             assert by_name["scorer"].recall[i] > by_name[name].recall[i] - 0.02, (name, by_name)
 
 
-def test_delta_without_weights_goes_by_present_attention(traces: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = simulate(traces[0], Delta(scorer=None), Setting(0.4))
-    assert 0 < result.recall < 1
+def test_delta_goes_by_present_attention_unless_it_has_a_scorer(traces: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy in (create("delta"), create("delta:scorer=shipped")):
+        result = simulate(traces[0], policy, Setting(0.4))
+        assert 0 < result.recall < 1
     monkeypatch.setattr("kvtier.scorer.model.SHIPPED", "none.npz")
-    policy = create("delta")
-    assert isinstance(policy, Delta)
-    assert policy.scorer is None
     stats = random_stats(np.random.default_rng(0), 2, 30)
-    assert len(policy.plan(stats, Budgets(30_000, 0)).indices) > 0
+    assert len(create("delta").plan(stats, Budgets(30_000, 0)).indices) > 0
+    with pytest.raises(UsageError, match="no scorer weights"):
+        create("delta:scorer=shipped")
 
 
 def test_a_text_is_split_without_overlap() -> None:

@@ -49,7 +49,7 @@ class Adaptive:
 
     @classmethod
     def from_parameters(cls, seed: int, **parameters: Any) -> Adaptive:
-        return cls(seed=seed, delta=Delta(seed=seed, **parameters))
+        return cls(seed=seed, delta=Delta.from_parameters(seed, **parameters))
 
     @property
     def state(self) -> str:

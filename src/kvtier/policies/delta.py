@@ -1,50 +1,46 @@
-"""Protect, then keep by predicted future mass: the policy of the online memory (docs/scorer.md)."""
+"""Protect, then keep by attention mass, present or forecast (docs/scorer.md): the policy of the online memory."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ..errors import ScorerError
 from ..scorer.model import Scorer, load, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
 from .parameters import Parse, share
 
 LEAST: Final = np.float32(1e-6)  # fair shares of mass
-_log = logging.getLogger(__name__)
-
-
-def _shipped_or_none() -> Scorer | None:
-    try:
-        return shipped()
-    except ScorerError as err:
-        _log.warning("%s; pages are kept by their present attention mass instead", err.message)
-        return None
 
 
 def _scorer_of(text: str) -> Scorer | None:
-    """A file of weights, or off. Raises ScorerError."""
-    return None if text.lower() == "off" else load(Path(text))
+    """A file of weights, or those that the package ships, or none. Raises ScorerError."""
+    return None if text == "off" else shipped() if text == "shipped" else load(Path(text))
 
 
 @dataclass(slots=True)
 class Delta:
-    """Keeps the pages that attention is expected to need most. Without weights, what it needed of late stands for what it will.
+    """Keeps the pages that attention is expected to need most: what it needed of late stands for what it will.
 
-    `scorer` is by default what the package ships; give one that was trained or tuned on other text (`scorer.model.load`).
-    `forecast_share` is what its forecast counts for, of the logarithm; the rest is the present mass (docs/lossy.md compares 0, a half and 1).
+    `scorer` forecasts what it will need (`scorer.model.shipped`, or one that was trained or tuned on other text); None by default, since the present
+    mass alone costs less KL (docs/lossy.md). `forecast_share` is what the forecast counts for, of the logarithm; the rest is the present mass.
     """
 
     seed: int = 0
-    scorer: Scorer | None = field(default_factory=_shipped_or_none)
+    scorer: Scorer | None = None
     forecast_share: float = 0.5
     name: str = "delta"
     parameters: ClassVar[Mapping[str, Parse]] = {"scorer": _scorer_of, "forecast_share": share}
+
+    @classmethod
+    def from_parameters(cls, seed: int, **parameters: Any) -> Delta:
+        """A share of the forecast alone means that of the scorer that is shipped. Raises ScorerError."""
+        if "forecast_share" in parameters and "scorer" not in parameters:
+            parameters["scorer"] = shipped()
+        return cls(seed=seed, **parameters)
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         return place(stats, budgets, self.keep(stats))
@@ -52,7 +48,7 @@ class Delta:
     def keep(self, stats: PageStats) -> Floats:
         """What attention would lose with each page, in fair shares of mass: float32 [n].
 
-        The mass per step that the page is expected to get (between what it gets now and what the scorer says), times how few of its
+        The mass per step that the page is expected to get (what it gets now; with a scorer, between that and what the scorer says), times how few of its
         tokens have it (1 for one token, down to 1 / sqrt(page_tokens) for all alike): what is spread over many values averages out,
         and the rest of the cache has it too.
         """

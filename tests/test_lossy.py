@@ -329,3 +329,18 @@ def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
             if settings.fidelity == "lossy":
                 assert llm.kv.figures.n_gone > 100
     assert kl(logits[0], logits[1]) < 0.5
+
+
+def test_a_budget_below_the_windows_is_refused(gemma3_path: Path) -> None:
+    settings = KVSettings(host="4MiB", fidelity="lossy")
+    with Llama(str(gemma3_path), n_ctx=1024, n_batch=128, n_ubatch=128, n_threads=1, verbose=False, swa_full=False, kv_settings=settings) as llm:
+        text = llm.tokenize(source_text().encode())[:512]
+        llm.eval(text[:128])
+        with pytest.raises(BudgetError, match=r"4,194,304 bytes.*18 layers.*\n.*--kv-host \d+MiB is the least") as caught:
+            llm.eval(text[128:256])
+    least = int(str(caught.value).split("--kv-host ")[1].split("MiB")[0])
+    settings = KVSettings(host=f"{least}MiB", fidelity="lossy")
+    with Llama(str(gemma3_path), n_ctx=1024, n_batch=128, n_ubatch=128, n_threads=1, verbose=False, swa_full=False, kv_settings=settings) as llm:
+        for first in range(0, 512, 128):
+            llm.eval(text[first : first + 128])
+        assert llm.kv.figures.peak_host_bytes <= least << 20

@@ -121,7 +121,7 @@ class Llama(llama_cpp.Llama):
         self._policy = policy
         if memory is not None and self.context_params.swa_full and api.llama_model_n_swa(self._model.model) > 0:
             # a summary is seen by every query, and would show layers with a window what lies before it
-            memory = replace(memory, online_share=0.0)
+            memory = replace(memory, online_share=0.0, low_rank=0)
         self._placement = _start_placement(self._kv, chosen, memory, self._ctx.decode, self._model.vocab) if chosen is not None else None
 
     def _load(

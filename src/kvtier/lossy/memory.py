@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import hardware
-from ..errors import NativeError, SettingsError
+from ..errors import BudgetError, NativeError, SettingsError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine, Placement
@@ -26,6 +26,7 @@ from .streaming import BASIS, COORDINATES, GROUP_PAGES, StreamingCache, group_by
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
 MEMORY_POLICIES: Final = ("delta", "adaptive")
+LEAST_NEWEST: Final = 3  # pages: those that are protected by default
 MOST_SHARE: Final = 0.5  # of the budget, for anything but pages
 MOST_GROUPS: Final = 1024  # of the streaming cache, in each layer
 SETTLE_S: Final = 60.0  # for room before a batch
@@ -91,10 +92,30 @@ class LossyEngine(KVEngine):
         self._streams: dict[int, StreamingCache] = {}  # by array
         self._ahead = 2 * PLAN_STEPS
         self._n_reserved = -1
+        self._is_checked = False
         self._n_growing = 0  # layers whose cache grows with the text
         share, budget = kv.settings.host_share, kv.settings.host
         self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
         self.counts: Final = MemoryFigures()
+
+    def check_budget(self) -> None:
+        """Raises BudgetError where the budget cannot hold what never goes: sliding windows, and the first and newest pages of each layer."""
+        budget, layers = self._cache.settings.host, {layer.figures.array: layer.figures for layer in self._cache.layers()}
+        if self._is_checked or budget is None or not layers:  # none before the first batch
+            return
+        self._is_checked = True
+        longest, own = max(layer.cells_per_stream for layer in layers.values()), Level(*self._own_formats())
+        least = LEAST_SLACK
+        for layer in layers.values():
+            levels = ladder(own.fmt_k, own.fmt_v, layer) if self._settings.compress else (own,)
+            n_newest = min(LEAST_NEWEST, layer.n_pages)
+            n_older = layer.n_pages - n_newest if layer.cells_per_stream < longest else 0
+            least += int(SLAB_WASTE * (n_newest * own.page_bytes(layer) + n_older * levels[min(1, len(levels) - 1)].page_bytes(layer)))
+        if least > budget:
+            raise BudgetError(
+                f"the lossy budget is {budget:,} bytes, but sliding windows and the newest pages of {len(layers)} layers alone take {least:,}",
+                f"Give it more (--kv-host {-(-least // (1 << 20))}MiB is the least), or take a shorter context.",
+            )
 
     def expect(self, n_tokens: int) -> None:
         """So many tokens come next: the next `follow` makes room for them."""
@@ -298,7 +319,11 @@ class LossyEngine(KVEngine):
 
 
 def make_room(engine: LossyEngine, placement: Placement, n_tokens: int) -> bool:
-    """Before a batch, which may need more room than single tokens leave. False if the plan was not made in time: the library then makes room in its own way."""
+    """Before a batch, which may need more room than single tokens leave. False if the plan was not made in time: the library then makes room in its own way.
+
+    Raises BudgetError, from the second batch on, where the budget cannot hold what never goes.
+    """
+    engine.check_budget()
     engine.expect(n_tokens)
     placement.advance(PLAN_STEPS)
     return placement.settle(SETTLE_S)

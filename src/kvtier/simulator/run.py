@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -134,5 +134,6 @@ def compare(
     for name in names:
         for setting in settings:
             progress(f"{name} at {setting.keep:.0%}")
-            table.append([simulate(trace, make(name, trace, setting.seed), setting) for trace in traces])
+            # under the name as it was given: parameters are a part of it
+            table.append([replace(simulate(trace, make(name, trace, setting.seed), setting), policy=name) for trace in traces])
     return table

@@ -23,7 +23,7 @@ from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
 from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate, tokenise
-from kvtier.lossy.memory import MemorySettings
+from kvtier.lossy.settings import MemorySettings
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError

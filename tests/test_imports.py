@@ -26,6 +26,8 @@ LAYERS = (
     {"pagekeys"},
     {"placement"},
     {"lossy/budget", "lossy/compress", "lossy/levels", "lossy/online", "lossy/streaming"},
+    {"lossy/settings"},
+    {"lossy/stand_ins"},
     {"lossy/memory"},
     {"llama"},
     {"chat", "generation"},

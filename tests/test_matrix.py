@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.lossy.memory import MEMORY_POLICIES
+from kvtier.lossy.settings import MEMORY_POLICIES
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec

@@ -25,7 +25,8 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
-from .lossy.memory import LossyEngine, MemorySettings, make_room, memory_for
+from .lossy.memory import LossyEngine, make_room
+from .lossy.settings import MemorySettings, memory_for
 from .placement import KVEngine, Placement
 from .policies.base import Policy
 from .policies.registry import LOSSY_DEFAULT

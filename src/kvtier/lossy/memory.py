@@ -11,63 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import hardware
-from ..errors import BudgetError, NativeError, SettingsError
+from ..errors import BudgetError, NativeError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
-from ..summary import Summary, SummaryGroup
 from .budget import ShareKeeper
-from .compress import compress
-from .levels import SUB, Level, assign, ladder
-from .online import OnlineState
-from .streaming import BASIS, COORDINATES, GROUP_PAGES, StreamingCache, group_bytes, whole_groups
+from .levels import Level, assign, ladder
+from .settings import MemorySettings
+from .stand_ins import StandIns
+from .streaming import whole_groups
 
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
-MEMORY_POLICIES: Final = ("delta", "adaptive")
 LEAST_NEWEST: Final = 3  # pages: those that are protected by default
-MOST_SHARE: Final = 0.5  # of the budget, for anything but pages
-MOST_GROUPS: Final = 1024  # of the streaming cache, in each layer
 SETTLE_S: Final = 60.0  # for room before a batch
 TRIM_REFRESHES: Final = 64  # about 1,000 tokens
 BATCH: Final = 16  # pages that change their format before memory is put together again
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """What the online memory does with a page before it is gone.
-
-    Attributes:
-        compress: pages are kept in fewer bits before they are dropped.
-        online_share: share of the host budget for the online state, for example 0.01; 0: none, since with it distributions lie further from
-            the exact ones than without (docs/lossy.md).
-        low_rank: dimensions of the streaming cache: pages that leave go there in groups, as far as its share of the budget reaches; a multiple of
-            32, 0: none, since pages of four bits are worth as much (docs/lossy.md).
-        low_rank_share: share of the host budget for it.
-        spread: the online state keeps the spread of its cells' keys.
-        slack: share of the host budget that stays free for frames of other formats.
-    """
-
-    compress: bool = True
-    online_share: float = 0.0
-    spread: bool = False
-    slack: float = 0.03
-    low_rank: int = 0
-    low_rank_share: float = 0.12
-
-    def __post_init__(self) -> None:
-        if self.low_rank < 0 or self.low_rank % SUB:
-            raise SettingsError(f"low_rank is {self.low_rank}, which is not a multiple of {SUB}", f"Take {SUB}, or 0 for none.")
-        for name, value in (("online_share", self.online_share), ("slack", self.slack), ("low_rank_share", self.low_rank_share)):
-            if not 0.0 <= value <= MOST_SHARE:
-                raise SettingsError(f"{name} is {value}, which is not between 0 and {MOST_SHARE}", "Take a small share of the budget, such as 0.01.")
-
-
-def memory_for(policy: str) -> MemorySettings:
-    """What goes with a policy: the simple ones drop pages as they are, which is their baseline."""
-    return MemorySettings() if policy in MEMORY_POLICIES else MemorySettings(compress=False)
 
 
 @dataclass(slots=True)
@@ -77,8 +38,6 @@ class MemoryFigures:
     n_refreshes: int = 0
     n_reencoded: int = 0
     n_dropped: int = 0
-    n_summed_tokens: int = 0
-    n_compressed: int = 0  # pages that went to the streaming cache
 
 
 class LossyEngine(KVEngine):
@@ -88,12 +47,9 @@ class LossyEngine(KVEngine):
         super().__init__(kv, to_text)
         self._cache: Final = kv
         self._settings: Final = memory
-        self._states: dict[int, OnlineState] = {}  # by array
-        self._streams: dict[int, StreamingCache] = {}  # by array
+        self._stand_ins = StandIns(kv, memory)
         self._ahead = 2 * PLAN_STEPS
-        self._n_reserved = -1
         self._is_checked = False
-        self._n_growing = 0  # layers whose cache grows with the text
         share, budget = kv.settings.host_share, kv.settings.host
         self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
         self.counts: Final = MemoryFigures()
@@ -124,7 +80,7 @@ class LossyEngine(KVEngine):
     def follow(self, stats: PageStats, plan: Plan) -> None:
         """Make room for what comes, giving up first what `plan.keep` wants least. Runs in the thread that plans."""
         layers = {layer.figures.array: layer.figures for layer in self._cache.layers()}
-        self._reserve(layers)
+        self._stand_ins.reserve(layers)
         budget = self._cache.settings.host
         if budget is None or not len(stats):
             return
@@ -232,90 +188,14 @@ class LossyEngine(KVEngine):
             self._cache.compact()
 
     def _drop(self, stats: PageStats, gone: npt.NDArray[np.int64], layers: dict[int, LayerFigures]) -> None:
-        """Pages become a group of the streaming cache or a share of the online state; the summary is seen before its pages go."""
+        """What stands in for the pages is seen before they go."""
         for array in np.unique(stats.array[gone]).tolist():
             pages = stats.page[gone[stats.array[gone] == array]].tolist()
-            self._sum_up(layers[array], pages)
+            self._stand_ins.take(layers[array], pages)
             try:
                 self.counts.n_dropped += self._cache.move(array, pages, "gone")
             except NativeError as err:
                 _log.debug("pages stay for now: %s", err.message)
-
-    def _sum_up(self, layer: LayerFigures, pages: list[int]) -> None:
-        """Let attention see the pages in another form, if it is to see them at all."""
-        if self._settings.low_rank == 0 and self._settings.online_share == 0.0:
-            return
-        mass = self._cache.summary_mass(layer, 1 + MOST_GROUPS)
-        if not len(mass):  # nothing yet, or the library forgot it with the text that it stood for
-            self._streams.pop(layer.array, None)
-            self._states.pop(layer.array, None)
-        stream, state = self._stream(layer), self._state(layer)
-        if stream is None and state is None:
-            return
-        groups: tuple[SummaryGroup | int, ...] = ()
-        if stream is not None:
-            n_whole = len(pages) // GROUP_PAGES * GROUP_PAGES
-            new = [self._group(layer, sorted(pages[i : i + GROUP_PAGES])) for i in range(0, n_whole, GROUP_PAGES)]
-            groups = stream.with_new([group for group in new if group is not None], mass[len(mass) - stream.n_groups :])
-            self.counts.n_compressed += n_whole
-            pages = pages[n_whole:]
-        if state is not None:
-            self._merge(layer, pages, state)
-        self.counts.n_summed_tokens = sum(s.n_tokens for s in self._states.values())
-        self._cache.set_summary(layer, Summary(state.cells() if state is not None else None, groups))
-
-    def _merge(self, layer: LayerFigures, pages: list[int], state: OnlineState) -> None:
-        for page in pages:
-            try:
-                state.add(*self._cache.read_page(layer, page))
-            except NativeError as err:  # the library has dropped it just now
-                _log.debug("a page is not summed up: %s", err.message)
-
-    def _group(self, layer: LayerFigures, pages: list[int]) -> SummaryGroup | None:
-        try:
-            keys, values = (np.concatenate(rows) for rows in zip(*(self._cache.read_page(layer, page) for page in pages), strict=True))
-        except NativeError as err:  # the library has dropped one just now
-            _log.debug("pages are not compressed: %s", err.message)
-            return None
-        mass = float(self._mass_of(layer.array)[pages].sum())
-        return compress(keys, values, self._settings.low_rank, COORDINATES, BASIS, mass)
-
-    def _mass_of(self, array: int) -> Floats:
-        return next(layer.page_mean for layer in self._cache.layers() if layer.figures.array == array)
-
-    def _stream(self, layer: LayerFigures) -> StreamingCache | None:
-        rank = self._settings.low_rank
-        if rank == 0 or layer.d_v == 0 or rank > min(layer.d_k, layer.d_v) or layer.d_k % SUB or layer.d_v % SUB:
-            return None
-        if layer.array not in self._streams:
-            room = self._settings.low_rank_share * (self._cache.settings.host or 0) / max(1, self._n_growing)
-            self._streams[layer.array] = StreamingCache(min(MOST_GROUPS, int(room / group_bytes(layer, rank))))
-        stream = self._streams[layer.array]
-        return stream if stream.n_max else None
-
-    def _state(self, layer: LayerFigures) -> OnlineState | None:
-        n_cells = self._n_cells(layer)
-        if n_cells == 0 or layer.d_v == 0:
-            return None
-        state = self._states.get(layer.array)
-        if state is None:
-            state = self._states[layer.array] = OnlineState(layer.n_head_kv, layer.d_k, layer.d_v, n_cells, self._settings.spread)
-        return state
-
-    def _n_cells(self, layer: LayerFigures) -> int:
-        budget = self._cache.settings.host or 0
-        n_heads = self._cache.n_layers * layer.n_head_kv
-        each = OnlineState.bytes_per_cell(layer.d_k, layer.d_v, self._settings.spread)
-        return min(256, int(self._settings.online_share * budget) // max(1, n_heads * each))
-
-    def _reserve(self, layers: dict[int, LayerFigures]) -> None:
-        """The bytes of the online state and the streaming cache leave the pages' budget once, so that they cannot push out pages later."""
-        self._n_growing = sum(layer.cells_per_stream == max(x.cells_per_stream for x in layers.values()) for layer in layers.values())
-        share = self._settings.online_share + (self._settings.low_rank_share if self._settings.low_rank else 0.0)
-        wanted = int(share * (self._cache.settings.host or 0))
-        if self._n_reserved != wanted and layers:
-            self._cache.reserve(wanted)
-            self._n_reserved = wanted
 
 
 def make_room(engine: LossyEngine, placement: Placement, n_tokens: int) -> bool:

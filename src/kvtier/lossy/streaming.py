@@ -31,7 +31,7 @@ class StreamingCache:
 
     Attributes:
         n_max: groups that the layer's share of the budget holds.
-        n_groups: groups that it has.
+        n_groups: groups that the library has of it.
     """
 
     n_max: int
@@ -41,9 +41,7 @@ class StreamingCache:
         """The groups from now on: the present ones that stay, by their places, and new ones. `mass` is of the present ones, float32 [n_groups]."""
         masses = np.concatenate([mass[: self.n_groups], np.array([group.mass for group in new], np.float32)])
         heaviest = np.sort(np.argsort(-masses, kind="stable")[: self.n_max]).tolist()
-        groups = tuple(i if i < self.n_groups else new[i - self.n_groups] for i in heaviest)
-        self.n_groups = len(groups)
-        return groups
+        return tuple(i if i < self.n_groups else new[i - self.n_groups] for i in heaviest)
 
 
 def whole_groups(going: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..cachetypes import AUTO, cache_types
 from ..errors import KvtierError
 from ..gguf import read_model
-from ..lossy.memory import MemorySettings
+from ..lossy.settings import MemorySettings
 from ..modelshape import shape_of
 from ..plan import PlanRequest, cache_bytes
 from ..settings import KVSettings

@@ -99,7 +99,8 @@ class Engine:
     def _start_policy(self, config: Configuration) -> None:
         """A policy that makes its plans between steps rather than beside them: the same run gives the same figures."""
         from ..kv import CacheLease, KVCache
-        from ..lossy.memory import LossyEngine, memory_for
+        from ..lossy.memory import LossyEngine
+        from ..lossy.settings import memory_for
         from ..placement import KVEngine, Placement
         from ..policies.registry import create
 

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 from ..cachetypes import AUTO
 from ..errors import KvtierError, SettingsError, UsageError
-from ..lossy.memory import MemorySettings, memory_for
+from ..lossy.settings import MemorySettings, memory_for
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings

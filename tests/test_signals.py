@@ -20,7 +20,14 @@ PATIENCE_S = 120.0
 
 def _start(*args: str | Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "kvtier", "run", *map(str, args)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", preexec_fn=_hear_signals)
+
+
+def _hear_signals() -> None:
+    """Under nohup, or in the background of a script, processes begin with signals ignored, and kvtier leaves it at that."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _wait(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

@@ -22,13 +22,14 @@ from kvtier.evaluation.exactmass import layer_share
 from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
 from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
-from kvtier.evaluation.run import Evaluation, EvaluationPlan, evaluate, tokenise
+from kvtier.evaluation.run import Evaluation, EvaluationPlan, build_of, evaluate, tokenise
 from kvtier.lossy.settings import MemorySettings
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
+from kvtier.scorer.model import shipped
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
 PAIRS = st.integers(2, 40).flatmap(lambda n: st.tuples(*[arrays(np.float32, n, elements=st.floats(-80, 80, width=32)) for _ in range(2)]))
@@ -224,6 +225,16 @@ def test_keep_is_a_share_of_the_texts_own_cache(smollm2_path: Path) -> None:
     assert Opening.from_dict(json.loads(json.dumps(opening.to_dict()))) == opening
     plan = EvaluationPlan(smollm2_path, "", 1000, 24, 1, False)
     assert plan.for_text(row) == config
+
+
+def test_a_scorer_that_changes_is_another_build(tmp_path: Path) -> None:
+    weights = tmp_path / "mine.npz"
+    shipped().save(weights)
+    row = parse_spec(f"kvtier:fidelity=lossy,keep=50%,policy=delta:scorer={weights}")
+    before = build_of(row)
+    assert build_of(row) == before
+    weights.write_bytes(weights.read_bytes() + b"!")
+    assert build_of(row) != before
 
 
 def test_rows_say_what_they_store() -> None:

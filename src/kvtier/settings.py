@@ -11,7 +11,7 @@ from .errors import SettingsError
 from .figures import FORMATS
 from .hardware import memory
 from .models import cache_dir
-from .sizes import parse_bytes
+from .sizes import parse_bytes, parse_share
 
 SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
@@ -199,7 +199,7 @@ def _bytes(name: str, value: str | int | None) -> int | None:
 
 def _share(text: str) -> float:
     try:
-        share = float(text.strip()[:-1]) / 100
+        share = parse_share(text)
     except ValueError:
         share = 0.0
     if not 0.0 < share <= 0.95:

@@ -56,6 +56,12 @@ def _refusal(text: str, what: str, examples: str) -> str:
     return f"'{text}' is not {what}: expected for example {examples}"
 
 
+def parse_share(text: str) -> float:
+    """A share from "20%" or "0.2", whatever its size. Raises ValueError."""
+    text = text.strip()
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
 def format_bytes(n_bytes: int) -> str:
     """For example "512 B", "24.0 KiB", "1.50 GiB"."""
     if n_bytes < 1024:

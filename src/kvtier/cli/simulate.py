@@ -11,6 +11,7 @@ import click
 
 from ..errors import UsageError
 from ..measuring.progress import StatusLine
+from ..sizes import parse_share
 from . import ui
 from .options import ParamType, option
 
@@ -27,7 +28,7 @@ class SharesParam(ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            shares = tuple(float(part[:-1]) / 100 if part.endswith("%") else float(part) for part in str(value).replace(" ", "").split(","))
+            shares = tuple(parse_share(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"'{value}' is no list of shares such as 0.5,0.35,0.2", param, ctx)
         if not all(0 < share <= 1 for share in shares):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +30,13 @@ class Level:
         d_v = -(-layer.d_v // 16) * 16 if layer.d_v else 0
         bits = layer.page_tokens * (layer.d_k * _BITS[self.fmt_k] + d_v * _BITS[self.fmt_v])
         return layer.n_head_kv * (-(-int(bits / 8) // 64) * 64) + TRAILER_BYTES
+
+
+def growing(layers: Iterable[LayerFigures]) -> list[LayerFigures]:
+    """Layers whose caches grow with the text; the others see a sliding window."""
+    known = list(layers)
+    longest = max((layer.cells_per_stream for layer in known), default=0)
+    return [layer for layer in known if layer.cells_per_stream == longest]
 
 
 def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:

@@ -14,17 +14,16 @@ from .. import hardware
 from ..errors import BudgetError, NativeError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
-from ..placement import KVEngine, Placement
+from ..placement import PROTECT_FIRST, PROTECT_LAST, KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
 from .budget import ShareKeeper
-from .levels import Level, assign, ladder
+from .levels import Level, assign, growing, ladder
 from .settings import MemorySettings
 from .stand_ins import StandIns
 from .streaming import whole_groups
 
 LEAST_SLACK: Final = 384 << 10  # a slab of each format that is only begun
 SLAB_WASTE: Final = 1.035  # bytes held per byte of pages: frames do not fill slabs to the last byte
-LEAST_NEWEST: Final = 3  # pages: those that are protected by default
 SETTLE_S: Final = 60.0  # for room before a batch
 TRIM_REFRESHES: Final = 64  # about 1,000 tokens
 BATCH: Final = 16  # pages that change their format before memory is put together again
@@ -56,18 +55,22 @@ class LossyEngine(KVEngine):
 
     def check_budget(self) -> None:
         """Raises BudgetError where the budget cannot hold what never goes: sliding windows, and the first and newest pages of each layer."""
-        budget, layers = self._cache.settings.host, {layer.figures.array: layer.figures for layer in self._cache.layers()}
-        if self._is_checked or budget is None or not layers:  # none before the first batch
+        settings = self._cache.settings
+        budget = settings.host
+        if self._is_checked or budget is None:
             return
-        self._is_checked = True
-        longest, own = max(layer.cells_per_stream for layer in layers.values()), Level(*self._own_formats())
-        least = LEAST_SLACK
-        for layer in layers.values():
+        layers = [layer.figures for layer in self._cache.layers()]  # none before the first batch
+        self._is_checked = bool(layers)
+        arrays = {layer.array for layer in growing(layers)}
+        n_first = PROTECT_FIRST if settings.protect_first is None else settings.protect_first
+        n_last = PROTECT_LAST if settings.protect_last is None else settings.protect_last
+        own, least = Level(*self._own_formats()), LEAST_SLACK
+        for layer in layers:
             levels = ladder(own.fmt_k, own.fmt_v, layer) if self._settings.compress else (own,)
-            n_newest = min(LEAST_NEWEST, layer.n_pages)
-            n_older = layer.n_pages - n_newest if layer.cells_per_stream < longest else 0
+            n_newest = min(n_first + n_last, layer.n_pages)
+            n_older = 0 if layer.array in arrays else layer.n_pages - n_newest
             least += int(SLAB_WASTE * (n_newest * own.page_bytes(layer) + n_older * levels[min(1, len(levels) - 1)].page_bytes(layer)))
-        if least > budget:
+        if layers and least > budget:
             raise BudgetError(
                 f"the lossy budget is {budget:,} bytes, but sliding windows and the newest pages of {len(layers)} layers alone take {least:,}",
                 f"Give it more (--kv-host {-(-least // (1 << 20))}MiB is the least), or take a shorter context.",
@@ -87,9 +90,8 @@ class LossyEngine(KVEngine):
         self._follow_free_memory()
         tiers = self._cache.figures.tiers["host"]
         budget = tiers.budget_bytes or budget
-        growing = [layer for layer in layers.values() if layer.cells_per_stream == max(x.cells_per_stream for x in layers.values())]
         own = Level(*self._own_formats())
-        page_bytes = sum(own.page_bytes(layer) for layer in growing)
+        page_bytes = sum(own.page_bytes(layer) for layer in growing(layers.values()))
         headroom = int(SLAB_WASTE * page_bytes) * -(-self._ahead // stats.page_tokens)  # so many tokens begin at most so many pages
         headroom = min(headroom, budget // 2)
         self._ahead = 2 * PLAN_STEPS

@@ -12,7 +12,7 @@ from ..figures import LayerFigures
 from ..kv import KVCache
 from ..summary import Summary, SummaryGroup
 from .compress import compress
-from .levels import SUB
+from .levels import SUB, growing
 from .online import OnlineState
 from .settings import MemorySettings
 from .streaming import BASIS, COORDINATES, GROUP_PAGES, StreamingCache, group_bytes
@@ -37,12 +37,8 @@ class StandIns:
     def n_groups(self) -> int:
         return sum(stream.n_groups for stream in self._streams.values())
 
-    @property
-    def n_summed_tokens(self) -> int:
-        return sum(state.n_tokens for state in self._states.values())
-
     def reserve(self, layers: dict[int, LayerFigures]) -> None:
-        self._n_growing = sum(layer.cells_per_stream == max(x.cells_per_stream for x in layers.values()) for layer in layers.values())
+        self._n_growing = len(growing(layers.values()))
         share = self._settings.online_share + (self._settings.low_rank_share if self._settings.low_rank else 0.0)
         wanted = int(share * (self._kv.settings.host or 0))
         if self._reserved != wanted and layers:

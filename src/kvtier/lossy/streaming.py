@@ -11,7 +11,7 @@ from ..figures import LayerFigures
 from ..summary import SummaryGroup
 
 GROUP_PAGES = 8
-COORDINATES = "q4_0"  # of every second byte that Q8_0 takes; the error is that of the dimensions that are gone
+COORDINATES = "q4_0"  # half of the bytes of Q8_0; what is lost is lost with the dimensions that are gone
 BASIS = "q8_0"
 _PER_32 = {"q8_0": 34, "q4_0": 18}  # bytes
 

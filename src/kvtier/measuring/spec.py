@@ -16,7 +16,7 @@ from ..lossy.settings import MemorySettings, memory_for
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
-from ..sizes import parse_tokens
+from ..sizes import parse_share, parse_tokens
 from .config import GGML_TYPES, Configuration, EngineName
 
 ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
@@ -124,7 +124,7 @@ def _share(text: str, pairs: dict[str, str]) -> float:
     if "host" in pairs:
         raise SettingsError("keep and host both say what the RAM tier may take", "Leave one of them out.")
     try:
-        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+        share = parse_share(text)
     except ValueError:
         share = 0.0
     if not 0.0 < share <= 1.0:

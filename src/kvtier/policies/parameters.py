@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KvtierError, UsageError
-from ..sizes import parse_tokens
+from ..sizes import parse_share
 
 Parse = Callable[[str], object]  # raises ValueError or KvtierError
 
@@ -51,12 +51,7 @@ def files_of(text: str) -> list[Path]:
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    value = float(text)
+    value = parse_share(text)
     if not 0.0 <= value <= 1.0:
         raise ValueError("it must lie between 0 and 1")
     return value
-
-
-def tokens(text: str) -> int:
-    """A number of tokens, 4k for 4096."""
-    return parse_tokens(text)

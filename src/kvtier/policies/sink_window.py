@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..sizes import parse_tokens
 from .base import Budgets, PageStats, Plan, place
-from .parameters import Parse, tokens
+from .parameters import Parse
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class SinkWindow:
     seed: int = 0
     sink_tokens: int = 64
     name: str = "sink_window"
-    parameters: ClassVar[Mapping[str, Parse]] = {"sink_tokens": tokens}
+    parameters: ClassVar[Mapping[str, Parse]] = {"sink_tokens": parse_tokens}
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         recency = 1.0 / (1.0 + stats.age)

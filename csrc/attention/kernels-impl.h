@@ -183,7 +183,7 @@ static float mass_update(float * mean, float * max, const float * x, size_t n, f
           load_v_quant<quant_q8_0>, load_v_quant<quant_q4_0>, load_v_quant<quant_q4_1> },                               \
         transpose, gemm_scores, gemm_accumulate, softcap, mask_add, softmax, scale, add_scaled, mass_factors, mass_sub,          \
         mass_update,                                                                                                     \
-        row_max, weigh_sub, sums_below, sums_below_subs, pick, sums_unpicked,                                             \
+        row_max, weigh_sub, sums_below, sums_below_subs, pick, sums_unpicked, bound_sums,                                 \
         { accumulate_some_float<load_f32>, accumulate_some_float<load_f16>, accumulate_some_float<load_bf16>,            \
           accumulate_some_quant<quant_q8_0>, accumulate_some_quant<quant_q4_0>, accumulate_some_quant<quant_q4_1> },     \
     }

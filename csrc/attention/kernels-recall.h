@@ -76,6 +76,21 @@ static void sums_unpicked(const float * p, size_t ld, int n_rows, uint32_t picke
     }
 }
 
+static void bound_sums(const float * weight, const float * left, size_t n, const float * errors, size_t ld, const float * q_norm, int n_blocks, float * most, float * least) {
+    const vf limit = vf_set1(120.0f);
+    vf high = vf_zero(), low = vf_zero();
+    for (size_t s = 0; s < n; s += VW) {
+        vf e = vf_zero();
+        for (int b = 0; b < n_blocks; b++) e = vf_fma(vf_set1(q_norm[b]), vf_load(errors + (size_t) b*ld + s), e);
+        const vf down = vf_exp2(vf_sub(vf_zero(), vf_sub(limit, vf_max(vf_sub(limit, e), vf_zero()))));   // 2^-min(e, 120)
+        const vf out = vf_load(left + s);
+        high = vf_add(high, vf_div(out, down));
+        low  = vf_fma(vf_sub(vf_load(weight + s), out), down, low);
+    }
+    *most  = vf_hsum(high);
+    *least = vf_hsum(low);
+}
+
 static inline int list_bits(uint32_t bits, uint8_t * out) {
     int n = 0;
     for (; bits; bits &= bits - 1) out[n++] = (uint8_t) __builtin_ctz(bits);

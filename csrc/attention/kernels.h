@@ -80,6 +80,9 @@ struct kvt_kernels {
     uint32_t (*pick)(const float * p, size_t ld, int n_rows, const float * thresholds);
     // one sub: out[r] = what row r weighs where picked has no bit
     void (*sums_unpicked)(const float * p, size_t ld, int n_rows, uint32_t picked, float * out);
+    // over n subs, n a multiple of 32, of which a row weighs weight[s] and leaves out left[s]: each weight can be off by up to the
+    // factor 2^e, e = sum over n_blocks of q_norm[b]*errors[b*ld + s]. *most: of what is left out; *least: of what is not
+    void  (*bound_sums)(const float * weight, const float * left, size_t n, const float * errors, size_t ld, const float * q_norm, int n_blocks, float * most, float * least);
     // as accumulate, of the picked tokens only
     void (*accumulate_some[KVT_FORMAT_COUNT])(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, uint32_t picked, float * o);
 };

@@ -126,7 +126,7 @@ static void sum_row(const struct recall * r, size_t row) {
     const struct kvt_job * j = r->j;
     const struct kvt_attention_op * op = j->op;
     const int head = (int) (row/j->n_rows)*j->n_group + (int) (row%j->n_rows)%j->n_group;
-    const float * by_sub = r->left + row*r->ld_left + r->shift, m = r->m[row];
+    const float * by_sub = r->weight + row*r->ld_left + r->shift, m = r->m[row];
     r->sink[row] = op->sinks && m != -INFINITY ? exp2f(std::min(op->sinks[head]*KVT_LOG2E - m, 126.0f)) : 0.0f;
     r->to_probability[row] = m != -INFINITY ? 1.0f/total_of(r, row) : 0.0f;
     r->left_out[row] = 0.0f;
@@ -145,7 +145,7 @@ static void set_sub_threshold(const struct recall * r, size_t row) {
     const struct kvt_job * j = r->j;
     r->sub_threshold[row] = INFINITY;   // a row that sees nothing forbids nothing
     if (r->m[row] == -INFINITY) return;
-    const float * by_sub = r->left + row*r->ld_left + r->shift;
+    const float * by_sub = r->weight + row*r->ld_left + r->shift;
     float * open = r->scratch + row*r->ld_left;
     size_t n = 0;
     for (size_t s = 0; s < j->n_sub; s++) {
@@ -161,7 +161,7 @@ static void set_threshold(const struct recall * r, size_t row) {
     const size_t h = row/j->n_rows;
     r->threshold[row] = INFINITY;
     if (r->m[row] == -INFINITY) return;
-    const float * by_sub = r->left + row*r->ld_left + r->shift;
+    const float * by_sub = r->weight + row*r->ld_left + r->shift;
     const uint8_t * dropped = r->dropped + h*j->n_sub;
     float sum = 0.0f;
     for (size_t s = 0; s < j->n_sub; s++) sum += dropped[s] ? by_sub[s] : 0.0f;
@@ -201,7 +201,7 @@ void kvt_recall_drop_subs(struct recall * r, int ith, int nth) {
         uint32_t * open = r->open + h*j->n_sub;
         for (size_t s = 0; s < j->n_sub; s++) dropped[s] = r->use[s] == SUB_OPEN;
         for (size_t row = h*j->n_rows; row < (h + 1)*j->n_rows; row++) {
-            const float * by_sub = r->left + row*r->ld_left + r->shift, t = r->sub_threshold[row];
+            const float * by_sub = r->weight + row*r->ld_left + r->shift, t = r->sub_threshold[row];
             for (size_t s = 0; s < j->n_sub; s++) dropped[s] &= by_sub[s] < t;
         }
         size_t n = 0;
@@ -291,10 +291,11 @@ void kvt_recall_pick(struct recall * r, int ith, int nth) {
         for (size_t s = first; s < end; s++) {
             uint32_t bits = pick_sub(r, h, s, r->threshold + h*n_rows);
             if (__builtin_popcount(bits) >= DENSE_TOKENS && r->how->budget_tokens == 0) bits = UINT32_MAX;
-            if (bits) {   // else all of it is left out, as it stands
-                float left[KVT_DECODE_ROWS] = { 0.0f };
-                if (bits != UINT32_MAX) j->k->sums_unpicked(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, bits, left);
-                for (size_t x = 0; x < n_rows; x++) r->left[(h*n_rows + x)*r->ld_left + s + r->shift] = left[x];
+            float left[KVT_DECODE_ROWS] = { 0.0f };
+            if (bits && bits != UINT32_MAX) j->k->sums_unpicked(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, bits, left);
+            for (size_t x = 0; x < n_rows; x++) {
+                const size_t at = (h*n_rows + x)*r->ld_left + s + r->shift;
+                r->left[at] = bits ? left[x] : r->weight[at];
             }
             r->picked[h*j->n_sub + s] = bits;
             n_read += (uint64_t) __builtin_popcount(bits);

@@ -27,11 +27,14 @@ struct recall {
     size_t   * n_open;                   // [n_head_kv]
     uint8_t  * dropped;                  // [n_head_kv][n_sub]
     uint32_t * picked;                   // [n_head_kv][n_sub]
-    float    * left;                     // [n_all][ld_left]: by sub + shift, its weight; after the pick, what of it is left out
+    float    * weight;                   // [n_all][ld_left]: by sub + shift, its weight
+    float    * left;                     // [n_all][ld_left]: what of it is left out
     size_t     ld_left;
     float    * segment_sum;              // [n_segments][n_all]
     float    * m, * l, * sink, * threshold, * left_out;   // [n_all]; m: what weights are relative to; left_out: by whole pages and subs
     float    * to_probability;           // [n_all]: factor of a weight
+    float    * q_norm;                   // [n_all][ceil(d_k/32)]: of a row's query, by 32 channels
+    float    * at_most, * at_least;      // [n_segments][n_all]: what is left out, and what is read, with keys as they were
     float    * sub_mass;                 // [n_mass_queries][n_sub]
     bool       again;                    // weights overflowed: they are computed once more, relative to a larger m
     int        n_again;
@@ -66,6 +69,9 @@ static inline bool next_segment(struct recall * r, int ith, int nth, size_t n_ea
 
 static inline float * weights_of(const struct recall * r, size_t row) { return r->j->probs + row*r->j->ld_probs; }
 static inline float total_of(const struct recall * r, size_t row) { return r->l[row] + r->sink[row]; }
+
+// of the stream's first sub, among the groups of digests and of errors
+static inline size_t first_group_of(const struct recall * r) { return ((size_t) r->j->op->page_first*r->j->subs_per_page)/KVT_SUB; }
 
 static inline void segment_subs(const struct recall * r, size_t segment, size_t * first, size_t * end) {
     const size_t a = segment*r->segment_subs, b = a + r->segment_subs;

@@ -69,7 +69,7 @@ static void score(struct recall * r, int ith, int nth) {
             score_sub(r, (int) h, s, cls[s]);
             j->k->weigh_sub(weights_of(r, h*n_rows) + s*KVT_SUB, j->ld_probs, (int) n_rows, m, sums);
             for (size_t i = 0; i < n_rows; i++) {
-                r->left[(h*n_rows + i)*r->ld_left + s + r->shift] = sums[i];
+                r->weight[(h*n_rows + i)*r->ld_left + s + r->shift] = sums[i];
                 all[i] += sums[i];
             }
             n++;
@@ -196,11 +196,24 @@ static int read_page(struct recall * r, size_t page, size_t first, size_t end, f
     return 0;
 }
 
+// What was left out and what was read, had the keys not been rounded: at most, and at least.
+static void bound(const struct recall * r, size_t segment) {
+    const struct kvt_job * j = r->j;
+    const struct kvt_keys * keys = j->op->keys;
+    const int32_t n_blocks = (j->op->geo.d_k + 31)/32;
+    const size_t from = segment*r->segment_subs, n = std::min(r->segment_subs, r->ld_left - from), first = first_group_of(r)*KVT_SUB + from;
+    for (size_t row = 0; row < r->n_all; row++) {
+        const size_t at = segment*r->n_all + row, i = row*r->ld_left + from;
+        const float * errors = kvt_keys_errors(keys, (int32_t) (row/j->n_rows), 0) + first;
+        j->k->bound_sums(r->weight + i, r->left + i, n, errors, keys->ld_error, r->q_norm + row*n_blocks, n_blocks, &r->at_most[at], &r->at_least[at]);
+    }
+}
+
 // what was left out, with the means of its sub-pages
 static void add_means(const struct recall * r, size_t segment, float * o, uint64_t * v_bytes) {
     const struct kvt_job * j = r->j;
     const struct kvt_digests * d = r->how->digests;
-    const size_t n_rows = (size_t) j->n_rows, first_group = ((size_t) j->op->page_first*j->subs_per_page)/KVT_SUB;
+    const size_t n_rows = (size_t) j->n_rows, first_group = first_group_of(r);
     for (size_t c = segment*r->segment_subs; c < (segment + 1)*r->segment_subs && c < r->ld_left; c += KVT_SUB) {
         for (int h = 0; h < j->op->geo.n_head_kv; h++) {
             const float * left = r->left + (size_t) h*n_rows*r->ld_left + c;
@@ -237,6 +250,7 @@ static void read(struct recall * r, int ith, int nth) {
             s = stop;
         }
         add_means(r, segment, o, &v_bytes);
+        bound(r, segment);
         if (j->op->mass) take_mass(r, first, end);
         r->v_bytes.fetch_add(v_bytes, std::memory_order_relaxed);
     }
@@ -244,27 +258,17 @@ static void read(struct recall * r, int ith, int nth) {
 
 // ---- the end ----
 
-// By how much, as a power of two, rounding of the stored keys can have moved the scores of this row.
-static float score_error(const struct recall * r, size_t row) {
-    const struct kvt_job * j = r->j;
-    const struct kvt_keys * keys = j->op->keys;
-    const int32_t d_k = j->op->geo.d_k, n_blocks = (d_k + 31)/32;
-    const size_t h = row/j->n_rows;
-    const float * q = r->q[h].f + (row%j->n_rows)*d_k, * error = keys->error_max + h*n_blocks;
-    float sum = 0.0f;
-    for (int32_t c = 0; c < d_k; c++) sum += fabsf(q[c])*error[c/32];
-    // a soft cap has slope 1 at most; its argument is scaled by 1/cap
-    return j->op->softcap != 0.0f ? sum*j->op->softcap*KVT_LOG2E : sum;
-}
-
 static void report_row(const struct recall * r, size_t row) {
     struct kvt_recall_report * out = r->how->report;
     if (r->m[row] == -INFINITY) return;
-    double sum = 0.0;
+    double sum = 0.0, most = 0.0, least = r->sink[row];
     for (size_t s = 0; s < r->j->n_sub; s++) sum += r->left[row*r->ld_left + s + r->shift];
-    const double omitted = sum/total_of(r, row), up = exp2(score_error(r, row));
-    const double slack = 1e-5*omitted + 1e-7;   // single precision
-    const double bound = std::min(1.0, omitted*up/(omitted*up + (1.0 - omitted)/up) + slack);
+    for (size_t s = 0; s < r->n_segments; s++) {
+        most  += r->at_most[s*r->n_all + row];
+        least += r->at_least[s*r->n_all + row];
+    }
+    const double omitted = sum/total_of(r, row), share = most/(most + least) + 1e-5*omitted + 1e-7;   // the last two: single precision
+    const double bound = share < 1.0 ? share : 1.0;
     out->n_rows++;
     out->omitted_sum += omitted;
     out->bound_sum   += bound;
@@ -316,6 +320,21 @@ static T * take(char ** p, size_t n) {
     return out;
 }
 
+static void norm_queries(struct recall * r) {
+    const struct kvt_job * j = r->j;
+    const int32_t d_k = j->op->geo.d_k, n_blocks = (d_k + 31)/32;
+    // a soft cap has slope 1 at most; its argument is scaled by 1/cap
+    const float scale = j->op->softcap != 0.0f ? j->op->softcap*KVT_LOG2E : 1.0f;
+    for (size_t row = 0; row < r->n_all; row++) {
+        const float * q = r->q[row/j->n_rows].f + (row%j->n_rows)*d_k;
+        for (int32_t b = 0; b < n_blocks; b++) {
+            float sum = 0.0f;
+            for (int32_t c = 32*b; c < std::min(32*b + 32, d_k); c++) sum += q[c]*q[c];
+            r->q_norm[row*n_blocks + b] = scale*sqrtf(sum);
+        }
+    }
+}
+
 static int prepare(struct recall * r) {
     struct kvt_job * j = r->j;
     const size_t n_all = r->n_all, n_sub = j->n_sub;
@@ -328,7 +347,8 @@ static int prepare(struct recall * r) {
     if ((size_t) (j->op->page_first)*j->subs_per_page + n_sub > r->how->digests->n_subs) return KVT_ERR_INVALID;
 
     j->n_mass_queries = j->op->mass ? j->op->n_queries : 0;
-    const size_t n_float = n_all*(7 + r->n_segments + 2*r->ld_left + r->n_pages) + (size_t) j->n_mass_queries*n_sub + 16*64;
+    const size_t n_blocks = (size_t) (j->op->geo.d_k + 31)/32;
+    const size_t n_float = n_all*(7 + n_blocks + 3*r->n_segments + 3*r->ld_left + r->n_pages) + (size_t) j->n_mass_queries*n_sub + 20*64;
     const size_t n_bytes = n_float*sizeof(float) + n_sub*(1 + j->op->geo.n_head_kv*(2*sizeof(uint32_t) + 1)) + j->op->geo.n_head_kv*sizeof(size_t)
         + r->n_pages*(2 + 2*sizeof(uint32_t)) + 32*64;
     char * p = (char *) kvt_buf_need(&j->a->recall, n_bytes);
@@ -343,7 +363,11 @@ static int prepare(struct recall * r) {
     r->segment_sum = take<float>(&p, n_all*r->n_segments);
     r->sub_threshold = take<float>(&p, n_all);
     r->scratch     = take<float>(&p, n_all*r->ld_left);
+    r->weight      = take<float>(&p, n_all*r->ld_left);
     r->left        = take<float>(&p, n_all*r->ld_left);
+    r->q_norm      = take<float>(&p, n_all*n_blocks);
+    r->at_most     = take<float>(&p, n_all*r->n_segments);
+    r->at_least    = take<float>(&p, n_all*r->n_segments);
     r->asked_weight = take<float>(&p, n_all*r->n_pages);
     r->sub_mass    = take<float>(&p, (size_t) j->n_mass_queries*n_sub);
     r->picked      = take<uint32_t>(&p, n_sub*j->op->geo.n_head_kv);
@@ -355,12 +379,14 @@ static int prepare(struct recall * r) {
     r->use         = take<uint8_t>(&p, n_sub);
     r->costly      = take<uint8_t>(&p, r->n_pages);
     r->wanted      = take<uint8_t>(&p, r->n_pages);
-    memset(r->left, 0, n_all*r->ld_left*sizeof(float));
+    memset(r->weight, 0, n_all*r->ld_left*sizeof(float));
+    memset(r->left,   0, n_all*r->ld_left*sizeof(float));
 
     j->ld_probs = n_sub*KVT_SUB + 16;   // rows do not start at the same place of every cache set
     j->probs = (float *) kvt_buf_need(&j->a->probs, n_all*j->ld_probs*sizeof(float));
     if (!j->probs) return KVT_ERR_NOMEM;
     int err = kvt_queries_prepare(j, j->op->keys->layout.fmt_k >= KVT_FORMAT_Q8_0, &r->q);
+    if (!err) norm_queries(r);
     if (!err) err = kvt_recall_classify(r);
     if (!err) find_references(r);
     return err;

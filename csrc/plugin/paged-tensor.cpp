@@ -47,6 +47,16 @@ public:
     const kvt_page_ref & ref() const { return m_ref; }
     int32_t at(int32_t cell) const { return (int32_t) (m_base + cell); }   // where a cell of the page lies in ref
 
+    // writes a cell; keys that are kept apart know then by how much it was rounded, and want no note_write
+    void put(kvt_part part, int32_t cell, const float * values) const {
+        if (m_keys) {
+            kvt_keys_put(m_keys, (size_t) at(cell), values);
+        } else {
+            kvt_page_put_f32(m_ref.layout, m_ref.data, part, cell, values);
+        }
+    }
+    bool keeps_keys() const { return m_keys != nullptr; }
+
     // cells [cell, cell + n) of `part` have been written
     void note_write(kvt_part part, int32_t cell, int32_t n) const {
         if (m_array && m_ref.lost) {
@@ -324,9 +334,11 @@ int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * cons
         }
         int32_t n_run = 0; // rows of the batch that lie side by side
         for (; i < n && n_run < place.n_left && rows[i] == rows[i - n_run] + n_run; i++, n_run++) {
-            kvt_page_put_f32(page.ref().layout, page.ref().data, root->part, page.at(place.cell + n_run), values[i]);
+            page.put(root->part, place.cell + n_run, values[i]);
         }
-        page.note_write(root->part, place.cell, n_run);
+        if (!page.keeps_keys()) {
+            page.note_write(root->part, place.cell, n_run);
+        }
         if (root->part == KVT_PART_K) {
             kvt_mass_clear(layer->mass, (size_t) place.page*page_tokens + place.cell, (size_t) n_run);
         }

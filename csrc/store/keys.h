@@ -17,8 +17,11 @@ struct kvt_keys {
     struct kvt_store *     store;
     struct kvt_page_layout layout;    // geo.d_v == 0, geo.page_tokens == all cells
     uint8_t *              data;      // [n_head_kv][n_cells/32] subs
-    size_t                 n_bytes;   // reserved
-    float *                error_max; // [n_head_kv][ceil(d_k/32)]: by how much storing can have changed a number, at most, so far
+    size_t                 data_bytes;
+    size_t                 n_bytes;   // reserved, with what follows
+    float *                error;     // [n_head_kv][ceil(d_k/32)][ld_error]: see kvt_keys_errors
+    size_t                 ld_error;
+    float *                row;       // a cell's [n_head_kv*d_k], as it is stored
 };
 
 // n_cells is rounded up to whole subs. Errors: BUDGET, NOMEM, UNSUPPORTED (the format cannot hold d_k channels).
@@ -29,8 +32,19 @@ void kvt_keys_clear (struct kvt_keys * k);   // all zeros again; the memory goes
 static inline const uint8_t * kvt_keys_sub(const struct kvt_keys * k, int32_t head, size_t sub) {
     return k->data + (size_t) head*k->layout.head_bytes + sub*k->layout.k_sub_bytes;
 }
-// after cells [cell, cell + n) were written: brings error_max up to date
+
+// Writes a cell, [n_head_kv*d_k].
+void kvt_keys_put(struct kvt_keys * k, size_t cell, const float * row);
+// after cells [cell, cell + n) were written some other way: what they were before they were rounded is not known
 void kvt_keys_note_write(struct kvt_keys * k, size_t cell, size_t n);
+
+// By sub: how far, at most, a stored key lies from what it was, in 32 channels (Euclidean), with what rounding a query to 16
+// bits and single precision amount to on top. The product of a query with a key of the sub, over these channels, is off by at
+// most this much times the query's norm. It grows as cells are written, and starts again when the keys are cleared.
+// Groups of 32 subs can be read, to the end of the last one.
+static inline const float * kvt_keys_errors(const struct kvt_keys * k, int32_t head, int32_t block) {
+    return k->error + (size_t) (head*((k->layout.geo.d_k + 31)/32) + block)*k->ld_error;
+}
 
 #ifdef __cplusplus
 }

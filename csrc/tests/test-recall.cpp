@@ -50,14 +50,25 @@ static inputs random_inputs(const shape & c, uint32_t seed) {
     return in;
 }
 
+// all keys count against its budget
+static kvt_store * some_store() {
+    static kvt_store * store = [] {
+        kvt_store_params params;
+        kvt_store_params_default(&params);
+        kvt_store * s = nullptr;
+        char err[256] = "";
+        CHECK_MSG(kvt_store_open(&params, &s, err, sizeof(err)) == 0, "%s", err);
+        return s;
+    }();
+    return store;
+}
+
 // Keys apart from pages of values, and everything an operation points to.
 struct problem {
     shape c;
     memory_pages mem;
     std::vector<float> exact_keys, values;   // [n_kv][n_head_kv*d], before rounding
-    std::vector<uint8_t> key_bytes;
-    std::vector<float> errors;
-    kvt_keys keys = {};
+    kvt_keys * keys = nullptr;
     kvt_digests * digests = nullptr;
     std::vector<float> q, dst, sinks;
     std::vector<uint16_t> mask;
@@ -67,7 +78,10 @@ struct problem {
 
     problem(const shape & shape, const inputs & in);
     problem(const shape & shape, uint32_t seed) : problem(shape, random_inputs(shape, seed)) {}
-    ~problem() { kvt_digests_free(digests); }
+    ~problem() {
+        kvt_digests_free(digests);
+        kvt_keys_free(keys);
+    }
     void set_values(const std::vector<float> & rows);
     static int is_ready(void * ctx, const uint32_t * pages, size_t n, uint8_t * out) {
         for (size_t i = 0; i < n; i++) out[i] = !((memory_pages *) ctx)->pages[pages[i]].missing;
@@ -79,25 +93,8 @@ problem::problem(const shape & s, const inputs & in) : c(s), mem(PAGE_FIRST + (s
     exact_keys(in.keys), q(in.q), sinks(in.sinks), mask(in.mask) {
     const int n_row = c.n_head_kv*c.d, n_head_q = c.n_head_kv*c.group;
     const size_t n_cells = mem.pages.size()*c.page_tokens;
-    const kvt_geometry one_sub = { c.n_head_kv, c.d, 0, KVT_SUB };
-    CHECK(kvt_page_layout_init(&keys.layout, &one_sub, c.fmt_k, c.fmt_k) == 0);
-    keys.layout.geo.page_tokens = (int32_t) n_cells;
-    keys.layout.head_bytes = n_cells/KVT_SUB*keys.layout.k_sub_bytes;
-    key_bytes.assign(keys.layout.head_bytes*c.n_head_kv + 8192, 0);
-    keys.data = key_bytes.data() + (64 - (uintptr_t) key_bytes.data() % 64) % 64;
-    errors.assign((size_t) c.n_head_kv*((c.d + 31)/32), 0.0f);
-    keys.error_max = errors.data();
-
-    for (int t = 0; t < c.n_kv; t++) {
-        const size_t cell = (size_t) PAGE_FIRST*c.page_tokens + t;
-        kvt_page_put_f32(&keys.layout, keys.data, KVT_PART_K, (int32_t) cell, &exact_keys[(size_t) t*n_row]);
-        std::vector<float> stored(n_row);
-        kvt_page_get_f32(&keys.layout, keys.data, KVT_PART_K, (int32_t) cell, stored.data());
-        for (int i = 0; i < n_row; i++) {
-            float & most = errors[i/c.d*((c.d + 31)/32) + i%c.d/32];
-            most = std::max(most, std::fabs(stored[i] - exact_keys[(size_t) t*n_row + i]));
-        }
-    }
+    CHECK(kvt_keys_create(some_store(), c.n_head_kv, c.d, n_cells, c.fmt_k, &keys) == 0);
+    for (int t = 0; t < c.n_kv; t++) kvt_keys_put(keys, (size_t) PAGE_FIRST*c.page_tokens + t, &exact_keys[(size_t) t*n_row]);
     CHECK(kvt_digests_create(&digests, c.n_head_kv, c.d, n_cells/KVT_SUB) == 0);
     set_values(in.values);
     for (size_t i = PAGE_FIRST; i + 1 < mem.pages.size(); i++) {
@@ -119,7 +116,7 @@ problem::problem(const shape & s, const inputs & in) : c(s), mem(PAGE_FIRST + (s
     op.dst = (char *) dst.data(); op.dst_nb_head = c.d*sizeof(float); op.dst_nb_query = op.dst_nb_head*n_head_q;
     mem.source.is_ready = is_ready;
     op.source = &mem.source;
-    op.keys = &keys;
+    op.keys = keys;
     op.recall = &recall;
 }
 
@@ -150,7 +147,7 @@ static std::vector<double> softmax_f64(const problem & p, int query, int head, b
     std::vector<float> row(n_row);
     double most = c.sinks ? p.sinks[head] : -INFINITY;
     for (int t = 0; t < c.n_kv; t++) {
-        if (stored) kvt_page_get_f32(&p.keys.layout, p.keys.data, KVT_PART_K, (int32_t) (PAGE_FIRST*c.page_tokens + t), row.data());
+        if (stored) kvt_page_get_f32(&p.keys->layout, p.keys->data, KVT_PART_K, (int32_t) (PAGE_FIRST*c.page_tokens + t), row.data());
         const float * k = (stored ? row.data() : &p.exact_keys[(size_t) t*n_row]) + h*c.d;
         double x = 0;
         for (int i = 0; i < c.d; i++) x += (double) q[i]*k[i];
@@ -319,7 +316,7 @@ static void not_a_number(kvt_attention * a) {
         problem p(c, 31);
         if (broken) {   // one key of the first head, and a whole query
             const std::vector<float> row((size_t) c.n_head_kv*c.d, NAN);
-            kvt_page_put_f32(&p.keys.layout, p.keys.data, KVT_PART_K, (int32_t) (PAGE_FIRST*c.page_tokens + 500), row.data());
+            kvt_page_put_f32(&p.keys->layout, p.keys->data, KVT_PART_K, (int32_t) (PAGE_FIRST*c.page_tokens + 500), row.data());
             std::fill_n(p.q.begin(), c.d, NAN);
         }
         kvt_attention_stats before, after;
@@ -330,6 +327,37 @@ static void not_a_number(kvt_attention * a) {
         for (size_t i = c.d; i < p.dst.size(); i++) CHECK(std::isfinite(p.dst[i]));
     }
     CHECK(k_bytes[0] == k_bytes[1]);
+}
+
+// What is assumed of cells whose rounding is not known covers what it really was, by little, and a cleared cache knows nothing of it.
+static void errors_of_keys() {
+    for (kvt_format fmt : { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_1 }) for (int d : { 64, 96, 80 }) {
+        if (!kvt_format_supports(fmt, d)) continue;
+        const int n_head = 2, n_cells = 320, n_blocks = (d + 31)/32;
+        kvt_keys * known = nullptr, * unknown = nullptr;
+        CHECK(kvt_keys_create(some_store(), n_head, d, n_cells, fmt, &known) == 0 && kvt_keys_create(some_store(), n_head, d, n_cells, fmt, &unknown) == 0);
+        std::mt19937 rng(7);
+        std::normal_distribution<float> normal;
+        std::vector<float> row((size_t) n_head*d);
+        for (size_t cell = 0; cell < (size_t) n_cells; cell++) {
+            for (float & x : row) x = normal(rng)*(1.0f + cell/32);
+            kvt_keys_put(known, cell, row.data());
+            kvt_page_put_f32(&unknown->layout, unknown->data, KVT_PART_K, (int32_t) cell, row.data());
+        }
+        kvt_keys_note_write(unknown, 0, n_cells);
+        for (int h = 0; h < n_head; h++) for (int b = 0; b < n_blocks; b++) for (int s = 0; s < n_cells/KVT_SUB; s++) {
+            const float real = kvt_keys_errors(known, h, b)[s], most = kvt_keys_errors(unknown, h, b)[s];
+            CHECK_MSG(real > 0.0f && real <= most && most < 5*real, "%s, %d channels: sub %d rounds by %g, %g is assumed", kvt_format_name(fmt), d, s, real, most);
+            CHECK(s == 0 || fmt == KVT_FORMAT_F32 || kvt_keys_errors(known, h, b)[s] < 2.5f*(float) (s + 1)*kvt_keys_errors(known, h, b)[0]);
+        }
+        kvt_keys_clear(known);
+        CHECK(std::all_of(known->error, known->error + (size_t) n_head*n_blocks*known->ld_error, [](float x) { return x == 0.0f; }));
+        std::fill(row.begin(), row.end(), NAN);
+        kvt_keys_put(known, 40, row.data());
+        CHECK(kvt_keys_errors(known, 0, 0)[0] == 0.0f && std::isinf(kvt_keys_errors(known, 0, 0)[1]));
+        kvt_keys_free(known);
+        kvt_keys_free(unknown);
+    }
 }
 
 static void bad_operations(kvt_attention * a) {
@@ -343,7 +371,7 @@ static void bad_operations(kvt_attention * a) {
     refuse([](problem & p) { p.recall.eps = 1.0f; });
     refuse([](problem & p) { p.recall.eps = NAN; });
     refuse([](problem & p) { p.op.keys = nullptr; });
-    refuse([](problem & p) { p.keys.layout.geo.d_k = 32; });
+    refuse([](problem & p) { p.keys->layout.geo.d_k = 32; });
     refuse([](problem & p) { p.recall.digests = nullptr; });
     refuse([](problem & p) { p.digests->n_subs = 10; });
 }
@@ -431,6 +459,7 @@ int main(int argc, char ** argv) {
         kvt_attention_free(a);
         return rc;
     }
+    errors_of_keys();
     for (size_t i = 0; i < n_isa; i++) {
         if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);

@@ -174,6 +174,15 @@ def test_no_room_and_no_disk(smollm2_path: Path) -> None:
         assert isinstance(last, errors.BudgetError) and last.message == caught.value.message
 
 
+def test_fidelity_is_an_argument_like_any(smollm2_path: Path) -> None:
+    with Llama(str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, fidelity="bounded:0.1", kv_read_budget=200) as model:
+        model.eval(list(range(5, 300)))
+        assert (model.kv.settings.fidelity, model.kv.settings.read_budget) == ("bounded:0.1", 200)
+        for token in range(3):
+            model.eval([token + 7])
+        assert 0 < model.kv.figures.tokens_read < model.kv.figures.tokens_seen
+
+
 def test_less_than_a_page_per_layer(smollm2_path: Path) -> None:
     with pytest.raises(errors.BudgetError, match="one page per layer"), Llama(str(smollm2_path), n_ctx=N_CTX, verbose=False, kv_host="64KiB") as model:
         model.eval([1])
@@ -230,6 +239,16 @@ def test_arguments_that_cannot_be(smollm2_path: Path, tmp_path: Path) -> None:
         Llama(path, type_k=12)
     with pytest.raises(errors.SettingsError, match="'q5_1'"):
         Llama(path, type_v="q5_1")
+    for wrong, meant in (("kv_hosts", "kv_host"), ("kv_fidelity", "fidelity"), ("n_thread", "n_threads")):  # llama_cpp.Llama takes anything
+        with pytest.raises(errors.SettingsError, match=f"there is no argument {wrong}") as found:
+            Llama(path, **{wrong: "exact"})
+        assert f"Did you mean {meant}?" in str(found.value)
+    with pytest.raises(errors.SettingsError, match="eps|EPS"):
+        Llama(path, fidelity="bounded:2")
+    with pytest.raises(errors.SettingsError, match="an exact step reads everything"):
+        Llama(path, kv_read_budget=100)
+    with pytest.raises(errors.SettingsError, match="kv_settings and fidelity"):
+        Llama(path, fidelity="exact", kv_settings=KVSettings())
     with pytest.raises(errors.SettingsError, match="kv_settings and host"):
         Llama(path, kv_host=1 << 30, kv_settings=KVSettings())
     with pytest.raises(errors.GgufError, match="no such file"):

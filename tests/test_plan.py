@@ -24,7 +24,7 @@ from kvtier.cli import main
 from kvtier.errors import GgufError, UsageError
 from kvtier.gguf import read_model
 from kvtier.modelshape import AttentionLayer, ModelShape, shape_of
-from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, command_line, make_plan, page_bytes
+from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, bounded_bytes, command_line, make_plan, page_bytes
 from tests.test_gguf import BOOL, I32, STRING, U32, array, gguf, key
 
 GGML = {"f16": 1, "q8_0": 8, "q4_0": 2, "q4_1": 3}
@@ -292,14 +292,19 @@ MACHINE = Machine(16 << 30, 16 << 30, Path("/pages"), 100 << 30)
 def test_what_fits_where(smollm2_path: Path) -> None:
     headers = read_model(smollm2_path)
     base = make_plan(headers, PlanRequest(32768), MACHINE)
-    (in_ram,) = base.options
+    in_ram, bounded = base.options
     assert (in_ram.kv_host, in_ram.kv_disk, in_ram.type_k) == (None, None, "f16")
     assert command_line(["smollm2"], base, in_ram) == "kvtier run smollm2 -c 32768"
+    assert command_line(["smollm2"], base, bounded) == "kvtier run smollm2 -c 32768 --fidelity bounded"
+    (short,) = make_plan(headers, PlanRequest(4096), MACHINE).options
+    assert short.fidelity == "exact", "nothing is left out where it gains nothing"
 
     kv = base.chosen.page_bytes or 0
     tight = replace(MACHINE, ram_available_bytes=base.fixed_bytes + (512 << 20) + kv * 6 // 10)
     plan = make_plan(headers, PlanRequest(32768), tight)
-    smaller, split = plan.options
+    smaller, bounded, split, lossy = plan.options
+    assert (bounded.fidelity, bounded.kv_host, bounded.kv_disk) == ("bounded", None, None)
+    assert (lossy.fidelity, lossy.kv_disk) == ("lossy", None) and lossy.kv_host == split.kv_host and "53 %" in lossy.text
     assert (smaller.type_k, smaller.kv_disk) == ("q8_0", None)
     assert split.type_k == "f16" and split.kv_host is not None and split.kv_disk is not None
     assert split.kv_host <= kv * 6 // 10
@@ -311,7 +316,48 @@ def test_what_fits_where(smollm2_path: Path) -> None:
     nothing = make_plan(headers, PlanRequest(32768), replace(MACHINE, ram_available_bytes=64 << 20))
     assert nothing.options == () and any("more than the memory" in warning for warning in nothing.warnings)
     no_disk = make_plan(headers, PlanRequest(32768), replace(tight, disk_free_bytes=1 << 20))
-    assert [option.kv_disk for option in no_disk.options] == [None]
+    assert [option.kv_disk for option in no_disk.options] == [None, None, None]
+
+
+def test_what_fits_where_little_fits(smollm2_path: Path) -> None:
+    headers = read_model(smollm2_path)
+    base = make_plan(headers, PlanRequest(32768), MACHINE)
+    kv, bounded = base.chosen.page_bytes or 0, base.bounded
+    assert bounded is not None and bounded.always_bytes < kv * 3 // 10
+
+    def options(n_bytes: int) -> dict[str, tuple[int | None, int | None]]:
+        plan = make_plan(headers, PlanRequest(32768), replace(MACHINE, ram_available_bytes=base.fixed_bytes + (512 << 20) + n_bytes))
+        return {f"{way.fidelity} {way.type_k}": (way.kv_host, way.kv_disk) for way in plan.options if way.kv_host is not None}
+
+    host, disk = options(kv * 35 // 100)["bounded q8_0"]
+    assert host is not None and disk is not None and bounded.always_bytes < host < bounded.always_bytes + bounded.page_bytes <= host + disk
+    assert set(options(kv * 35 // 100)) == {"exact f16", "bounded q8_0", "lossy f16"}
+    assert set(options(kv * 25 // 100)) == {"exact f16", "lossy f16"}, "the keys alone are more"
+    assert set(options(kv * 15 // 100)) == {"exact f16"}, "what lossy does with less than a fifth is not known"
+
+
+@pytest.mark.parametrize(("name", "n_ctx"), [("smollm2", 1024), ("gemma3-270m", 1536)])
+def test_planned_is_what_a_bounded_cache_holds(name: str, n_ctx: int) -> None:
+    from kvtier import Llama
+    from kvtier.models import resolve
+
+    path = resolve(name)
+    plan = make_plan(read_model(path), PlanRequest(n_ctx, n_batch=128, n_ubatch=128))
+    with Llama(str(path), n_ctx=n_ctx, n_batch=128, n_ubatch=128, swa_full=False, n_threads=1, n_threads_batch=1,
+               fidelity="bounded", verbose=False) as llm:
+        tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:n_ctx]
+        llm.eval(tokens)
+        figures = llm.kv.figures
+    assert plan.bounded is not None and len(tokens) == n_ctx
+    assert figures.reserved_bytes == plan.bounded.always_bytes
+    assert figures.tiers["host"].used_bytes == plan.bounded.always_bytes + plan.bounded.page_bytes
+
+
+def test_no_bounded_cache_where_head_sizes_forbid_it(tmp_path: Path) -> None:
+    assert bounded_bytes(model(tmp_path, "llama"), PlanRequest(512)) is not None
+    assert bounded_bytes(model(tmp_path, "llama", embedding_length=240), PlanRequest(512)) is None   # 60 channels
+    assert bounded_bytes(model(tmp_path, "deepseek2", heads_kv=1, attention__key_length=576, attention__value_length=512,
+                               attention__key_length_mla=192, attention__value_length_mla=128), PlanRequest(512)) is None
 
 
 def test_longest_context_is_the_edge(smollm2_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_python_example_uses_what_exists() -> None:
 
     from kvtier import KVCache, Llama
 
-    arguments = re.search(r'Llama\("model.gguf", ([^)]*)\)', block.group(1))
-    assert arguments is not None
+    calls = re.findall(r'Llama\("model.gguf", ([^)]*)\)', block.group(1))
+    assert len(calls) >= 3
     ours = set(signature(Llama.__init__).parameters) | set(signature(llama_cpp.Llama.__init__).parameters)
-    assert {word.split("=")[0].strip() for word in arguments.group(1).split(",")} <= ours
+    assert {word.split("=")[0].strip() for call in calls for word in call.split(",")} <= ours
     assert hasattr(KVCache, "figures")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,8 @@ class Llama(llama_cpp.Llama):
         kv_host_type_k, kv_host_type_v, kv_disk_type_k, kv_disk_type_v: storage formats (f32 f16 bf16 q8_0 q4_0 q4_1);
             RAM takes type_k and type_v by default, disk takes RAM's.
         page_tokens: tokens per page, a multiple of 32.
+        fidelity: "exact", "bounded", "bounded:EPS" or "lossy", see kvtier.settings.KVSettings.
+        kv_read_budget: with bounded fidelity, the most values that one step reads per KV head.
         kv_settings: all of the above in one object, instead of them.
         kv_memory: with lossy fidelity, what becomes of a page before it is gone; by default all that there is with the policies delta
             and adaptive, and nothing with others, which drop pages as they are.
@@ -80,6 +84,8 @@ class Llama(llama_cpp.Llama):
         kv_disk_type_k: str | None = None,
         kv_disk_type_v: str | None = None,
         page_tokens: int | None = None,
+        fidelity: str | None = None,
+        kv_read_budget: int | None = None,
         kv_settings: KVSettings | None = None,
         policy: str | Policy | None = None,
         kv_memory: MemorySettings | None = None,
@@ -96,6 +102,8 @@ class Llama(llama_cpp.Llama):
             "disk_type_k": kv_disk_type_k,
             "disk_type_v": kv_disk_type_v,
             "page_tokens": page_tokens,
+            "fidelity": fidelity,
+            "read_budget": kv_read_budget,
         }
         asked = _type_name("type_k", type_k), _type_name("type_v", type_v)
         settings = _merge(kv_settings, own).with_cache_types(*asked)
@@ -308,11 +316,12 @@ def _type_name(argument: str, value: int | str | None) -> str | None:
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
-    misspelt = sorted(name for name in kwargs if name.startswith("kv") and name != "kv_overrides")
-    if misspelt:  # llama_cpp.Llama ignores what it does not know: a budget would be gone without a word
-        raise SettingsError(
-            f"there is no argument {', '.join(misspelt)}", "The budgets are kv_host and kv_disk; help(kvtier.Llama) lists all."
-        )
+    theirs, ours = (set(inspect.signature(cls.__init__).parameters) for cls in (llama_cpp.Llama, Llama))
+    unknown = sorted(set(kwargs) - theirs)
+    if unknown:  # llama_cpp.Llama ignores what it does not know: a budget would be gone without a word
+        near = [match for name in unknown for match in difflib.get_close_matches(name, theirs | ours, 1)]
+        hint = f"Did you mean {', '.join(near)}? " if near else ""
+        raise SettingsError(f"there is no argument {', '.join(unknown)}", f"{hint}help(kvtier.Llama) lists all.")
     if kwargs.get("offload_kqv") is False:
         raise SettingsError(
             "offload_kqv is False, which would keep the cache away from the tiers",

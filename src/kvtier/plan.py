@@ -1,13 +1,14 @@
 """What a model with a given context takes in memory, from its GGUF header alone, and what of it fits on this machine.
 
-Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages `csrc/store/format.h`.
+Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages `csrc/store/format.h`, those of
+bounded fidelity `csrc/store/keys.cpp` and `csrc/attention/digests.cpp`.
 The compute buffer is an estimate with the shape of llama.cpp's own graph reservation, checked against what it prints.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,10 +21,16 @@ from .modelshape import AttentionLayer, ModelShape, shape_of
 CELL_ALIGN: Final = 256        # llama.cpp rounds contexts and sliding caches up to this many cells
 SUB_PAGE_TOKENS: Final = 32
 HEAD_ALIGN_BYTES: Final = 64
+KEY_ALIGN_BYTES: Final = 4096        # keys of a head that are kept apart
+KEY_SLACK_BYTES: Final = 16384
 PROCESS_BYTES: Final = 512 << 20     # left for Python, llama.cpp's own tables and the rest of the machine
 LEAST_PAGES_PER_LAYER: Final = 8     # a host budget below this many pages per layer only moves pages to and fro
 SLAB_PERCENT: Final = 103             # of a cache's pages: what the store's slabs take for them
 MAX_TOKENS: Final = 1 << 24
+LONG_TOKENS: Final = 8192             # from here on bounded fidelity pays, whatever room there is
+LEAST_LOSSY_PERCENT: Final = 20       # of the cache, measured to be usable (docs/lossy.md)
+LOSSY_TYPE: Final = "f16"             # pages of lossy fidelity begin as
+COMPACT: Final = "q8_0"               # keys and values of bounded fidelity
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
 # storage type -> (elements of a block, bytes of a block)
@@ -63,6 +70,20 @@ class CacheBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundedBytes:
+    """A cache for bounded fidelity in Q8_0: `always_bytes`, keys and means of sub-pages, which stay in RAM, and `page_bytes`, the pages of values."""
+
+    always_bytes: int
+    page_bytes: int
+    n_ctx_in_ram: int | None = None   # the longest context of which both fit in RAM, None without a machine
+
+    @property
+    def held_bytes(self) -> int:
+        """What RAM has to have for all of it."""
+        return self.always_bytes + _held(self.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Memory and disk at hand, in bytes. `disk_dir` is where pages would go."""
 
@@ -74,13 +95,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run the model here. `kv_host` and `kv_disk` are budgets in bytes, None for no limit and no disk tier."""
+    """One way to run the model here. `kv_host` and `kv_disk` are budgets in bytes, None for no limit and no disk tier.
+
+    `fidelity` is exact, bounded or lossy, as the option of `kvtier run`; with bounded, types are its own.
+    """
 
     text: str
     type_k: str
     type_v: str
     kv_host: int | None
     kv_disk: int | None
+    fidelity: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +128,7 @@ class Plan:
     output_bytes: int
     chosen: CacheBytes
     caches: tuple[CacheBytes, ...]
+    bounded: BoundedBytes | None   # None: head sizes that Q8_0 cannot hold, or no values of their own (MLA)
     machine: Machine | None
     options: tuple[Option, ...]
     warnings: tuple[str, ...]
@@ -135,7 +161,7 @@ def make_plan(headers: Sequence[GgufHeader], request: PlanRequest, machine: Mach
         attention_bytes=attention_buffer(shape, request, n_cells, n_sliding),
         output_bytes=4 * shape.n_vocab * request.n_seq_max,
         chosen=cache_bytes(shape, request, request.type_k, request.type_v), caches=tuple(cache_bytes(shape, request, k, v) for k, v in types),
-        machine=machine, options=(), warnings=_warnings(shape, request, n_ctx),
+        bounded=bounded_bytes(shape, request), machine=machine, options=(), warnings=_warnings(shape, request, n_ctx),
     )
     if plan.chosen.cache_bytes is None:
         raise UsageError(f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
@@ -234,6 +260,26 @@ def cache_bytes(shape: ModelShape, request: PlanRequest, type_k: str, type_v: st
     return CacheBytes(type_k, type_v, stock, pages)
 
 
+def bounded_bytes(shape: ModelShape, request: PlanRequest) -> BoundedBytes | None:
+    """The KV cache for bounded fidelity, for a request whose `n_ctx` is not 0; None where a layer cannot have it."""
+    _, n_cells, n_streams = cells(request)
+    n_sliding = sliding_cells(request, shape.n_swa, n_cells) if shape.n_swa else 0
+    always = pages = 0
+    for layer in shape.attention:
+        k, v = row_bytes(COMPACT, layer.d_k), row_bytes(COMPACT, layer.d_v)
+        if not k or not v:
+            return None
+        n_pages = _n_pages(layer, request, n_cells, n_sliding, n_streams)
+        n_subs = n_pages * request.page_tokens // SUB_PAGE_TOKENS
+        n_groups = -(-n_subs // SUB_PAGE_TOKENS)
+        keys = layer.n_head_kv * _up(n_subs * SUB_PAGE_TOKENS * k, KEY_ALIGN_BYTES) + KEY_SLACK_BYTES
+        errors = 4 * layer.n_head_kv * (-(-layer.d_k // 32) * (n_subs // SUB_PAGE_TOKENS + 2) * SUB_PAGE_TOKENS + layer.d_k)
+        means = layer.n_head_kv * _up((n_groups + 1) * SUB_PAGE_TOKENS * v, HEAD_ALIGN_BYTES) + n_subs
+        always += keys + errors + means
+        pages += n_pages * layer.n_head_kv * _up(request.page_tokens * v, HEAD_ALIGN_BYTES)
+    return BoundedBytes(always, pages) if shape.attention else None
+
+
 def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int:
     """Estimate of llama.cpp's compute buffer on the CPU with flash attention, for one micro-batch.
 
@@ -266,31 +312,34 @@ def _repacked(tensors: Sequence[TensorInfo], cpu_flags: frozenset[str]) -> int:
 
 def _with_machine(plan: Plan, machine: Machine) -> Plan:
     room = machine.ram_available_bytes - PROCESS_BYTES - plan.fixed_bytes
-    caches = tuple(replace(c, n_ctx_in_ram=_longest(plan, machine, c)) for c in plan.caches)
-    options = _options(plan, machine, room)
+    caches = tuple(replace(c, n_ctx_in_ram=_longest_exact(plan, machine, c)) for c in plan.caches)
+    bounded = plan.bounded and replace(plan.bounded, n_ctx_in_ram=_longest(plan, machine, lambda r: b.held_bytes if (b := bounded_bytes(plan.shape, r)) else 0))
     warnings = list(plan.warnings)
     if plan.fixed_bytes + PROCESS_BYTES > machine.ram_available_bytes:
         warnings.append("Weights and buffers alone are more than the memory available: they would be read from the file again for every token.")
-    return replace(plan, machine=machine, caches=caches, options=options, warnings=tuple(warnings))
+    return replace(plan, machine=machine, caches=caches, bounded=bounded, options=_options(plan, machine, room), warnings=tuple(warnings))
 
 
 def _held(n_bytes: int) -> int:
     return n_bytes * SLAB_PERCENT // 100
 
 
-def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
-    """The longest context (a multiple of 256 tokens) that fits in RAM with this format, 0 if none does."""
+def _longest_exact(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
     if cache.page_bytes is None:
         return None
+    return _longest(plan, machine, lambda r: _held(cache_bytes(plan.shape, r, cache.type_k, cache.type_v).page_bytes or 0))
+
+
+def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -> int:
+    """The longest context (a multiple of 256 tokens) of which what is `held` fits in RAM, 0 if none does."""
 
     def fits(n_ctx: int) -> bool:
         request = replace(plan.request, n_ctx=n_ctx)
         n_cells = cells(request)[1]
         n_sliding = sliding_cells(request, plan.shape.n_swa, n_cells) if plan.shape.n_swa else 0
-        kv = cache_bytes(plan.shape, request, cache.type_k, cache.type_v).page_bytes or 0
         buffers = compute_buffer(plan.shape, request, n_cells) + attention_buffer(plan.shape, request, n_cells, n_sliding)
         fixed = plan.fixed_bytes - plan.compute_bytes - plan.attention_bytes + buffers
-        return _held(kv) + fixed + PROCESS_BYTES <= machine.ram_available_bytes
+        return held(request) + fixed + PROCESS_BYTES <= machine.ram_available_bytes
 
     low, high = 0, MAX_TOKENS // CELL_ALIGN
     while low < high:
@@ -300,32 +349,74 @@ def _longest(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
 
 
 def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
-    """Ways to run, best first: the asked formats in RAM, else smaller ones in RAM, and RAM with disk."""
+    """Ways to run: in RAM with the asked formats or smaller ones, then RAM with disk; each exact, then bounded. Last, without a disk, lossy."""
     asked = plan.chosen.page_bytes or 0
     candidates = [plan.chosen, *(c for c in plan.caches if c.page_bytes is not None and c.page_bytes < asked)]
     in_ram = next((c for c in candidates if _held(c.page_bytes or 0) <= room), None)
-    options = [] if in_ram is None else [Option("all in RAM", in_ram.type_k, in_ram.type_v, None, None)]
-    if in_ram is not plan.chosen:
-        split = next((way for c in candidates if _held(c.page_bytes or 0) > room and (way := _split(plan, machine, room, c))), None)
-        options += [split] if split is not None else []
-    return tuple(options)
+    ways = [] if in_ram is None else [Option("all in RAM", in_ram.type_k, in_ram.type_v, None, None)]
+    bounded = plan.bounded if plan.n_ctx >= LONG_TOKENS or in_ram is not plan.chosen else None
+    if bounded and bounded.held_bytes <= room:
+        ways.append(Option("all in RAM, reading what matters", COMPACT, COMPACT, None, None, "bounded"))
+        bounded = None
+    if in_ram is plan.chosen:
+        return tuple(ways)
+    ways += [way for c in candidates if _held(c.page_bytes or 0) > room and (way := _split(plan, machine, room, c))][:1]
+    ways += [way] if bounded and (way := _split_bounded(plan, machine, room, bounded)) else []
+    ways += [way] if (way := _lossy(plan, room)) else []
+    return tuple(ways)
+
+
+def _host_budget(room: int, least: int) -> int | None:
+    """Of this room, in whole MiB; None if that is less than the `least` or too little to work in."""
+    host = room * 9 // 10 >> 20 << 20
+    return host if host >= max(least, 1 << 20) else None
+
+
+def _working_bytes(plan: Plan, type_k: str, type_v: str) -> int:
+    """Pages that a host budget holds if it does more than move pages to and fro."""
+    pages = (page_bytes(layer, type_k, type_v, plan.request.page_tokens) or 0 for layer in plan.shape.attention)
+    return LEAST_PAGES_PER_LAYER * plan.n_streams * sum(pages)
+
+
+def _disk_budget(n_bytes: int, machine: Machine) -> int | None:
+    disk = _up(n_bytes * 21 // 20, 1 << 20)   # slots are a little larger than pages
+    return disk if disk <= machine.disk_free_bytes else None
 
 
 def _split(plan: Plan, machine: Machine, room: int, cache: CacheBytes) -> Option | None:
     """RAM and disk with this format, or None if the disk is too small, or RAM too small to work in."""
-    layers = (page_bytes(layer, cache.type_k, cache.type_v, plan.request.page_tokens) or 0 for layer in plan.shape.attention)
-    host = room * 9 // 10 >> 20 << 20
-    disk = _up(((cache.page_bytes or 0) - host) * 21 // 20, 1 << 20)   # slots are a little larger than pages
-    if host < max(LEAST_PAGES_PER_LAYER * plan.n_streams * sum(layers), 1 << 20) or disk > machine.disk_free_bytes:
+    host = _host_budget(room, _working_bytes(plan, cache.type_k, cache.type_v))
+    disk = host and _disk_budget((cache.page_bytes or 0) - host, machine)
+    return Option("RAM and disk", cache.type_k, cache.type_v, host, disk) if disk else None
+
+
+def _split_bounded(plan: Plan, machine: Machine, room: int, bounded: BoundedBytes) -> Option | None:
+    host = _host_budget(room, bounded.always_bytes + _working_bytes(plan, COMPACT, COMPACT))
+    disk = host and _disk_budget(bounded.always_bytes + bounded.page_bytes - host, machine)
+    return Option("RAM and disk, reading what matters", COMPACT, COMPACT, host, disk, "bounded") if disk else None
+
+
+def _lossy(plan: Plan, room: int) -> Option | None:
+    """RAM alone, with part of the cache. None if that were less than a fifth of it in F16: less has not been measured."""
+    whole = next(c.page_bytes for c in plan.caches if c.type_k == c.type_v == LOSSY_TYPE)
+    if not whole:
         return None
-    return Option("RAM and disk", cache.type_k, cache.type_v, host, disk)
+    layer_bytes = (page_bytes(layer, LOSSY_TYPE, LOSSY_TYPE, plan.request.page_tokens) or 0 for layer in plan.shape.attention if layer.slides)
+    windows = plan.n_streams * -(-plan.n_cells_sliding // plan.request.page_tokens) * sum(layer_bytes)   # are never given up
+    host = _host_budget(room, max(windows + _working_bytes(plan, LOSSY_TYPE, LOSSY_TYPE), whole * LEAST_LOSSY_PERCENT // 100))
+    if host is None:
+        return None
+    share = f"{host * 100 // whole} %" if host < whole else "all"
+    return Option(f"in RAM alone, in {share} of the bytes: what is wanted least goes", LOSSY_TYPE, LOSSY_TYPE, host, None, "lossy")
 
 
 def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()) -> str:
     """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any, `extra` more options."""
     parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
-    if (option.type_k, option.type_v) != ("f16", "f16"):
+    if (option.type_k, option.type_v) != ("f16", "f16") and option.fidelity != "bounded":
         parts += ["-ctk", option.type_k, "-ctv", option.type_v]
+    if option.fidelity != "exact":
+        parts += ["--fidelity", option.fidelity]
     if option.kv_host is not None:
         parts += ["--kv-host", f"{option.kv_host >> 20}MiB"]
     if option.kv_disk is not None:

@@ -13,7 +13,7 @@ import click
 from .. import hardware
 from ..errors import UsageError
 from ..gguf import read_model
-from ..plan import CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan, rope_words
+from ..plan import BoundedBytes, CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan, rope_words
 from ..settings import KVSettings
 from ..sizes import format_bytes
 from . import ui
@@ -37,7 +37,8 @@ from .options import BATCH, CONTEXT, FORMAT, option
 def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Compute what MODEL takes in memory, and how to run it here.
 
-    MODEL is a path, or a name that `kvtier models` lists.
+    MODEL is a path, or a name that `kvtier models` lists. Ways to run it that are not exact are offered where they
+    help: --fidelity bounded at long contexts, and lossy where the cache does not fit in RAM.
     """
     if (model is None) == (hf_repo is None):
         raise UsageError("no model is given" if model is None else "both a model and a repository (-hf) are given",
@@ -102,16 +103,26 @@ def _show(plan: Plan, commands: list[str]) -> None:
     rows += [("Recurrent state", format_bytes(plan.state_bytes))] if plan.state_bytes else []
     ui.table(rows, header=("Besides the KV cache", ""), stderr=False)
     if shape.attention:
-        ui.table([_cache_row(cache, plan) for cache in plan.caches], header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
+        caches = [_cache_row(cache) for cache in plan.caches] + ([_bounded_row(plan.bounded)] if plan.bounded else [])
+        ui.table(caches, header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
+        if plan.bounded:
+            ui.echo(f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave RAM.\n")
     _show_machine(plan, commands)
 
 
-def _cache_row(cache: CacheBytes, plan: Plan) -> tuple[str, ...]:
+def _cache_row(cache: CacheBytes) -> tuple[str, ...]:
     name = cache.type_k if cache.type_k == cache.type_v else f"{cache.type_k} / {cache.type_v}"
     if cache.cache_bytes is None or cache.page_bytes is None:
         return name, "-", "-", "head size"
-    longest = f"{cache.n_ctx_in_ram:,} tokens" if cache.n_ctx_in_ram else "none"
-    return name, format_bytes(cache.cache_bytes), format_bytes(cache.page_bytes), longest
+    return name, format_bytes(cache.cache_bytes), format_bytes(cache.page_bytes), _longest(cache.n_ctx_in_ram)
+
+
+def _bounded_row(bounded: BoundedBytes) -> tuple[str, ...]:
+    return "bounded, q8_0", "-", format_bytes(bounded.always_bytes + bounded.page_bytes), _longest(bounded.n_ctx_in_ram)
+
+
+def _longest(n_ctx: int | None) -> str:
+    return f"{n_ctx:,} tokens" if n_ctx else "none"
 
 
 def _show_machine(plan: Plan, commands: list[str]) -> None:

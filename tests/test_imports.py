@@ -25,7 +25,7 @@ LAYERS = (
     {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
     {"pagekeys"},
     {"placement"},
-    {"lossy/budget", "lossy/compress", "lossy/levels", "lossy/online", "lossy/streaming"},
+    {"lossy/batch", "lossy/budget", "lossy/compress", "lossy/levels", "lossy/online", "lossy/streaming"},
     {"lossy/settings"},
     {"lossy/stand_ins"},
     {"lossy/memory"},

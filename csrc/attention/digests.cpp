@@ -2,16 +2,27 @@
 
 #include "attention-impl.h"
 
-extern "C" int kvt_digests_create(struct kvt_digests ** out, int32_t n_head_kv, int32_t d_v, size_t n_subs) {
+static int make_layout(int32_t n_head_kv, int32_t d_v, size_t n_subs, struct kvt_page_layout * out) {
     struct kvt_geometry geo = { n_head_kv, 0, d_v, KVT_SUB };
-    struct kvt_page_layout l;
-    const int err = kvt_page_layout_init(&l, &geo, KVT_FORMAT_F16, kvt_format_supports(KVT_FORMAT_Q8_0, d_v) ? KVT_FORMAT_Q8_0 : KVT_FORMAT_F16);
+    const int err = kvt_page_layout_init(out, &geo, KVT_FORMAT_F16, kvt_format_supports(KVT_FORMAT_Q8_0, d_v) ? KVT_FORMAT_Q8_0 : KVT_FORMAT_F16);
     if (err) return err;
     const size_t n_groups = (n_subs + KVT_SUB - 1)/KVT_SUB + 1;
     if (n_subs == 0 || n_groups > INT32_MAX/KVT_SUB) return KVT_ERR_INVALID;
-    l.geo.page_tokens = (int32_t) (n_groups*KVT_SUB);
-    l.head_bytes = kvt_round_up(n_groups*l.v_sub_bytes, 64);
-    l.page_bytes = (size_t) n_head_kv*l.head_bytes;
+    out->geo.page_tokens = (int32_t) (n_groups*KVT_SUB);
+    out->head_bytes = kvt_round_up(n_groups*out->v_sub_bytes, 64);
+    out->page_bytes = (size_t) n_head_kv*out->head_bytes;
+    return 0;
+}
+
+extern "C" size_t kvt_digests_bytes(int32_t n_head_kv, int32_t d_v, size_t n_subs) {
+    struct kvt_page_layout l;
+    return make_layout(n_head_kv, d_v, n_subs, &l) == 0 ? l.page_bytes + n_subs : 0;
+}
+
+extern "C" int kvt_digests_create(struct kvt_digests ** out, int32_t n_head_kv, int32_t d_v, size_t n_subs) {
+    struct kvt_page_layout l;
+    const int err = make_layout(n_head_kv, d_v, n_subs, &l);
+    if (err) return err;
     struct kvt_digests * d = (struct kvt_digests *) calloc(1, sizeof(*d));
     if (!d) return KVT_ERR_NOMEM;
     d->layout  = l;

@@ -16,6 +16,8 @@ struct kvt_digests {
     size_t    n_subs, n_bytes;
 };
 
+// what the digests of so many subs take; 0: impossible
+size_t kvt_digests_bytes(int32_t n_head_kv, int32_t d_v, size_t n_subs);
 // Errors: NOMEM, INVALID
 int  kvt_digests_create(struct kvt_digests ** out, int32_t n_head_kv, int32_t d_v, size_t n_subs);
 void kvt_digests_free  (struct kvt_digests * d);

@@ -17,7 +17,8 @@
     X(UNSUPPORTED,   -9, "not supported")                                                    \
     X(CONFIG,       -10, "invalid setting")                                                  \
     X(VERSION,      -11, "incompatible version")                                             \
-    X(CANCELLED,    -12, "cancelled")
+    X(CANCELLED,    -12, "cancelled")                                                        \
+    X(BUSY,         -13, "the page is in use")
 
 enum kvt_error {
     KVT_OK = 0, // the short name of KVT_ERR_OK

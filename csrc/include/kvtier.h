@@ -161,7 +161,7 @@ int  kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, s
 int  kvt_domain_set_keep(kvt_domain * dom, uint32_t array, const float * scores, size_t n);
 // Keys (part 0) or values (part 1) of a page as F32 [page_tokens][n_head_kv][d]; n: floats that fit. INVALID if it has no content.
 int  kvt_domain_read_page(kvt_domain * dom, uint32_t array, uint32_t page, int part, float * out, size_t n);
-// Pages in RAM change the formats of their keys and values there. Pages that are in use are left out: INVALID, and n_done is less.
+// Pages in RAM change the formats of their keys and values there. Pages that are in use are left out: BUSY, and n_done is less.
 int  kvt_domain_reencode(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int fmt_k, int fmt_v, size_t * n_done);
 int  kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes);     // pages leave at once if it shrinks
 int  kvt_domain_reserve(kvt_domain * dom, uint64_t n_bytes);             // of the host budget, for summaries: at least what they take

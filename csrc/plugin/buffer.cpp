@@ -3,6 +3,7 @@
 #include "last-error.h"
 #include "log.h"
 #include "paged-tensor.h"
+#include "../store/bytes-text.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -129,17 +130,12 @@ bool kvt_cache_propose(kvt_root * k, kvt_root * v, int64_t n_head_kv, int64_t d_
     return cache->n_head_kv == n_head_kv && cache->d_k == d_k && (is_mla || cache->d_v == d_v);
 }
 
-// The store says what is too little for the layers that it has seen, which come one by one: a page of every layer of this cache,
-// and two that pass through, is what a person has to give.
+// The store says what is too little for the layers that it has seen, which come one by one; what a person has to give is
+// enough for every layer of this cache.
 static std::string with_all_layers(const kvt_buffer * buffer, const kvt_array_params & p) {
-    kvt_page_layout layout;
-    std::string     text = kvt_fail_text();
-    if (kvt_page_layout_init(&layout, &p.geo, p.fmt_k, p.fmt_v) == KVT_OK) {
-        const size_t kib_per_page = (layout.page_bytes + 64 + 4095)/4096*4;
-        text += "; all " + std::to_string(buffer->layers.size()) + " layers of this cache need " +
-            std::to_string((buffer->layers.size() + 2)*kib_per_page) + " KiB at the very least";
-    }
-    return text;
+    const size_t n_layers = buffer->layers.size();
+    return std::string(kvt_fail_text()) + "; all " + std::to_string(n_layers) + " layers of this cache need " +
+        kvt_bytes_text(buffer->domain->least_host(p, n_layers)) + " at the very least";
 }
 
 static int make_layer(kvt_cache_layer * cache) {

@@ -84,12 +84,26 @@ std::shared_lock<std::shared_mutex> kvt_domain_state::hold_layers() const {
     return kvt_store_in_hook(m_store) ? std::shared_lock<std::shared_mutex>() : std::shared_lock<std::shared_mutex>(m_lifetime);
 }
 
+static size_t n_cells_of(const kvt_array_params & p) {
+    const uint32_t page_tokens = (uint32_t) p.geo.page_tokens;
+    return (size_t) ((p.cells_per_stream + page_tokens - 1)/page_tokens)*p.n_streams*page_tokens;
+}
+
+uint64_t kvt_domain_state::least_host(kvt_array_params p, size_t n_layers) const {
+    uint64_t reserved = 0;
+    if (keeps_keys_apart(p)) {
+        const size_t n_cells = n_cells_of(p);
+        reserved = n_layers*(kvt_keys_bytes(p.geo.n_head_kv, p.geo.d_k, n_cells, p.fmt_k) + kvt_digests_bytes(p.geo.n_head_kv, p.geo.d_v, n_cells/KVT_SUB));
+        p.geo.d_k = 0;
+    }
+    return kvt_store_least_host(m_store, &p, n_layers, reserved);
+}
+
 // The keys of the layer move out of its pages, and every sub-page gets a digest.
 int kvt_domain_state::keep_keys_apart(kvt_layer * layer) {
     const kvt_geometry & geo     = layer->geo;
     const kvt_array_params & p   = layer->params;
-    const uint32_t per_stream    = (p.cells_per_stream + (uint32_t) geo.page_tokens - 1)/(uint32_t) geo.page_tokens;
-    const size_t   n_cells       = (size_t) per_stream*p.n_streams*(size_t) geo.page_tokens;
+    const size_t n_cells         = n_cells_of(p);
     int rc = kvt_keys_create(m_store, geo.n_head_kv, geo.d_k, n_cells, p.fmt_k, &layer->keys);
     if (rc != KVT_OK) {
         return fail(rc, "no memory for the keys");
@@ -114,7 +128,7 @@ int kvt_domain_state::add_layer(const kvt_array_params & params, const void * ow
     layer->geo    = params.geo;
     layer->owner  = owner;
     layer->store  = m_store;
-    int rc = m_settings.eps > 0.0f && params.geo.d_v > 0 ? keep_keys_apart(layer.get()) : (int) KVT_OK;
+    int rc = keeps_keys_apart(params) ? keep_keys_apart(layer.get()) : (int) KVT_OK;
     if (rc != KVT_OK) {
         return rc;
     }

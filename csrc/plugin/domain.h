@@ -63,6 +63,8 @@ public:
 
     // owner: what holds this cache; only compared
     int  add_layer(const kvt_array_params & params, const void * owner, kvt_layer ** out);
+    // the least host budget for so many layers like this one; 0: unknown
+    uint64_t least_host(kvt_array_params params, size_t n_layers) const;
     void remove_layer(kvt_layer * layer);
 
     // keeps the text of a failure (the store's own, if the store failed just now) for kvt_domain_last_error; returns code
@@ -107,6 +109,7 @@ public:
 
 private:
     kvt_domain_state() = default;
+    bool keeps_keys_apart(const kvt_array_params & params) const { return m_settings.eps > 0.0f && params.geo.d_v > 0; }
     int keep_keys_apart(kvt_layer * layer);
     int evict_all();
     int apply(const std::vector<kvt_move> & moves, size_t * n_done);

@@ -1,5 +1,6 @@
 // What the host budget can promise: transit frames, protected pages, and the smallest budget that works at all.
 
+#include "bytes-text.h"
 #include "store-internal.h"
 
 #include <algorithm>
@@ -89,17 +90,16 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     const uint64_t n_min    = std::min(n, TRANSIT_MIN);
     const uint64_t least    = one_each + n_min*z.transit;
     if (least > budget) {
-        *err = "the host budget of " + std::to_string(s->params.host_bytes) + " bytes" +
-            (s->reserved_bytes > 0 ? " (" + std::to_string(s->reserved_bytes) + " of them reserved for keys)" : std::string()) + " cannot hold one page per layer and the frames that reads of the "
-            "disk tier need: so far that takes " + std::to_string(least) + " bytes. Raise the host budget, use a smaller "
-            "format, or smaller pages";
+        const std::string reserved = s->reserved_bytes > 0 ? " (" + kvt_bytes_text(s->reserved_bytes) + " of it are reserved for keys)" : std::string();
+        *err = "the host budget of " + kvt_bytes_text(s->params.host_bytes) + reserved + " cannot hold one page per layer and the frames that "
+            "reads of the disk tier need: so far that takes " + kvt_bytes_text(least) + ". Raise the host budget, use a smaller format, or smaller pages";
         return KVT_ERR_BUDGET;
     }
     if (s->params.lossy) { // nothing can be read back, so what is protected must be
         const uint64_t kept = protected_bytes(s, s->params.n_protect_first, s->params.n_protect_last) + z.slab_max;
         if (z.slab_max > 0 && kept > budget) {
-            *err = "the host budget leaves " + std::to_string(budget) + " bytes for pages, but the first and newest pages, which are never "
-                "dropped, take " + std::to_string(kept) + " so far. Raise the host budget, protect fewer pages, or use a smaller format";
+            *err = "the host budget leaves " + kvt_bytes_text(budget) + " for pages, but the first and newest pages, which are never "
+                "dropped, take " + kvt_bytes_text(kept) + " so far. Raise the host budget, protect fewer pages, or use a smaller format";
             return KVT_ERR_BUDGET;
         }
     }
@@ -115,6 +115,29 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     s->slabs.limit_bytes   = budget - std::min(budget, quota);
     protect_what_fits(s, s->slabs.limit_bytes, (s->params.lossy ? 1 : 2)*z.slab_max);
     return KVT_ERR_OK;
+}
+
+// Slabs grow with the budget, so what is needed does, too: the first budget that is not below its own need.
+uint64_t kvt_store_least_host(struct kvt_store * s, const struct kvt_array_params * p, size_t n_arrays, uint64_t reserved_bytes) {
+    struct kvt_page_layout layout;
+    if (!s || !p || kvt_page_layout_init(&layout, &p->geo, p->fmt_k, p->fmt_v) != KVT_ERR_OK) {
+        return 0;
+    }
+    const uint64_t stride  = frame_stride(layout);
+    const uint64_t stream  = (p->cells_per_stream + (uint64_t) p->geo.page_tokens - 1)/(uint64_t) p->geo.page_tokens;
+    const uint64_t kept    = std::min<uint64_t>((uint64_t) s->params.n_protect_first + (uint64_t) s->params.n_protect_last, stream)*p->n_streams;
+    const uint64_t n_pages = n_arrays*(s->params.lossy ? kept : 1);
+    const uint64_t transit = s->has_disk ? TRANSIT_MIN*((stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN) : 0;
+    slab_pool pool;
+    for (uint64_t least = 0;; ) {
+        pool.budget_bytes   = least;
+        const uint64_t slab = kvt_slab_bytes(pool, stride), n_frames = slab/stride;
+        const uint64_t need = reserved_bytes + transit + (n_pages + n_frames - 1)/n_frames*slab + (s->params.lossy ? slab : 0);
+        if (need <= least) {
+            return least;
+        }
+        least = need;
+    }
 }
 
 // Pages that stay move together before one more has to leave.
@@ -135,7 +158,7 @@ static int shrink_to_limit(kvt_store * s, store_lock & lk) {
 static int rebudget(kvt_store * s, store_lock & lk, uint64_t host_bytes, uint64_t reserved_bytes) {
     const uint64_t before_host = s->params.host_bytes, before_reserved = s->reserved_bytes;
     if (reserved_bytes > before_reserved && reserved_bytes >= host_bytes) {
-        return store_fail(s, KVT_ERR_BUDGET, std::to_string(reserved_bytes) + " bytes cannot be set aside of a host budget of " + std::to_string(host_bytes));
+        return store_fail(s, KVT_ERR_BUDGET, kvt_bytes_text(reserved_bytes) + " cannot be set aside of a host budget of " + kvt_bytes_text(host_bytes));
     }
     const auto set = [s](uint64_t host, uint64_t reserved, std::string * err) {
         s->params.host_bytes = host;

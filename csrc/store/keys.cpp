@@ -32,22 +32,42 @@ static int32_t n_blocks_of(const kvt_page_layout & l) {
     return (l.geo.d_k + 31)/32;
 }
 
+static size_t ld_error_of(const kvt_page_layout & l) {
+    return ((size_t) l.geo.page_tokens/KVT_SUB/KVT_SUB + 2)*KVT_SUB;
+}
+
+static size_t n_error_of(const kvt_page_layout & l) {
+    return (size_t) (l.geo.n_head_kv*n_blocks_of(l))*ld_error_of(l);
+}
+
+static size_t n_row_of(const kvt_page_layout & l) {
+    return (size_t) l.geo.n_head_kv*(size_t) l.geo.d_k;
+}
+
+static size_t bytes_of(const kvt_page_layout & l) {
+    return l.page_bytes + SLACK_BYTES + (n_error_of(l) + n_row_of(l))*sizeof(float);
+}
+
+size_t kvt_keys_bytes(int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_format fmt) {
+    kvt_page_layout layout;
+    return make_layout(n_head_kv, d_k, n_cells, fmt, &layout) == KVT_ERR_OK ? bytes_of(layout) : 0;
+}
+
 int kvt_keys_create(struct kvt_store * s, int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_format fmt, struct kvt_keys ** out) {
     kvt_page_layout layout;
     int r = make_layout(n_head_kv, d_k, n_cells, fmt, &layout);
     if (r != KVT_ERR_OK) {
         return r;
     }
-    const size_t n_subs = (size_t) layout.geo.page_tokens/KVT_SUB, ld_error = (n_subs/KVT_SUB + 2)*KVT_SUB;
-    const size_t n_row = (size_t) n_head_kv*(size_t) d_k, n_error = (size_t) (n_head_kv*n_blocks_of(layout))*ld_error;
+    const size_t n_error    = n_error_of(layout);
     const size_t data_bytes = layout.page_bytes + SLACK_BYTES;
-    const size_t n_bytes    = data_bytes + (n_error + n_row)*sizeof(float);
+    const size_t n_bytes    = bytes_of(layout);
     r = kvt_store_reserve(s, (int64_t) n_bytes);
     if (r != KVT_ERR_OK) {
         return r;
     }
     kvt_keys * k = (kvt_keys *) calloc(1, sizeof(kvt_keys));
-    float * numbers = (float *) calloc(n_error + n_row, sizeof(float));
+    float * numbers = (float *) calloc(n_error + n_row_of(layout), sizeof(float));
     void * data = k && numbers ? mmap(NULL, data_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : MAP_FAILED;
     if (data == MAP_FAILED) {
         free(k);
@@ -56,7 +76,7 @@ int kvt_keys_create(struct kvt_store * s, int32_t n_head_kv, int32_t d_k, size_t
         return KVT_ERR_NOMEM;
     }
     madvise(data, data_bytes, MADV_HUGEPAGE); // one stream over megabytes; a kernel that refuses only makes it slower
-    *k = { s, layout, (uint8_t *) data, data_bytes, n_bytes, numbers, ld_error, numbers + n_error };
+    *k = { s, layout, (uint8_t *) data, data_bytes, n_bytes, numbers, ld_error_of(layout), numbers + n_error };
     *out = k;
     return KVT_ERR_OK;
 }
@@ -75,7 +95,7 @@ void kvt_keys_clear(struct kvt_keys * k) {
     if (madvise(k->data, k->data_bytes, MADV_DONTNEED) != 0) { // of anonymous memory: zeros at the next touch
         memset(k->data, 0, k->data_bytes);
     }
-    memset(k->error, 0, (size_t) (k->layout.geo.n_head_kv*n_blocks_of(k->layout))*k->ld_error*sizeof(float));
+    memset(k->error, 0, n_error_of(k->layout)*sizeof(float));
 }
 
 static float f16_at(const uint8_t * p) {

@@ -24,6 +24,8 @@ struct kvt_keys {
     float *                row;       // a cell's [n_head_kv*d_k], as it is stored
 };
 
+// what keys take of the budget; 0: the format cannot hold d_k channels
+size_t kvt_keys_bytes(int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_format fmt);
 // n_cells is rounded up to whole subs. Errors: BUDGET, NOMEM, UNSUPPORTED (the format cannot hold d_k channels).
 int  kvt_keys_create(struct kvt_store * s, int32_t n_head_kv, int32_t d_k, size_t n_cells, enum kvt_format fmt, struct kvt_keys ** out);
 void kvt_keys_free  (struct kvt_keys * k);

@@ -35,7 +35,7 @@ static kvt_array * wait_for_io(kvt_store * s, store_lock & lk, kvt_page_id id) {
 static int may_leave_now(kvt_array * a, uint32_t page) {
     const page_entry & p = a->pages[page];
     if (p.pins > 0) {
-        return refuse(a, page, KVT_ERR_INVALID, "it is in use");
+        return refuse(a, page, KVT_ERR_BUSY, "it is in use");
     }
     if (store_is_protected(a, page)) {
         return refuse(a, page, KVT_ERR_INVALID, "it is one of the protected first or newest pages");
@@ -177,7 +177,7 @@ static int come_back(kvt_store * s, store_lock & lk, const kvt_move & m) {
         return r;
     }
     if (p.pins > 0 || p.place != PLACE_HOST) {
-        return refuse(a, m.id.page, KVT_ERR_INVALID, "it is in use");
+        return refuse(a, m.id.page, KVT_ERR_BUSY, "it is in use");
     }
     return reencode(s, lk, a, m.id.page, layout);
 }

@@ -127,6 +127,8 @@ struct kvt_array_params {
     enum kvt_format fmt_k, fmt_v;           // format of this array's pages when first written
     enum kvt_format disk_fmt_k, disk_fmt_v; // format of this array's pages on the disk tier
 };
+// The least host budget for n such arrays beside so many reserved bytes; 0: their formats do not go together.
+uint64_t kvt_store_least_host(struct kvt_store * s, const struct kvt_array_params * p, size_t n_arrays, uint64_t reserved_bytes);
 // Errors: BUDGET if the budgets cannot hold the protected pages plus one, DISK_FULL, NOMEM, INVALID.
 int  kvt_store_array_add   (struct kvt_store * s, const struct kvt_array_params * p, struct kvt_array ** out);
 void kvt_store_array_remove(struct kvt_array * a);      // no page may be pinned

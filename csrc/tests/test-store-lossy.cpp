@@ -56,7 +56,7 @@ static void a_dropped_page() {
     CHECK(has(last_error(s), "no content"));
     struct kvt_page_ref pinned;
     CHECK_EQ(kvt_array_acquire(a, 2, KVT_READ, &pinned), KVT_ERR_OK);
-    CHECK_EQ(move_one(s, a, 2, KVT_TIER_NONE), KVT_ERR_INVALID);
+    CHECK_EQ(move_one(s, a, 2, KVT_TIER_NONE), KVT_ERR_BUSY);
     CHECK(has(last_error(s), "in use"));
     CHECK(matches(a, pinned, 7));
     kvt_array_release(a, &pinned);

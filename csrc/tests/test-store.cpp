@@ -341,7 +341,7 @@ static void test_plan() {
     struct kvt_page_ref ref;
     CHECK_EQ(kvt_array_acquire(a, 0, KVT_READ, &ref), KVT_ERR_OK);
     const struct kvt_move pinned = { { kvt_array_id(a), 0 }, KVT_TIER_DISK, 255, 255 };
-    CHECK_EQ(kvt_store_apply(s, &pinned, 1, &n_done), KVT_ERR_INVALID);
+    CHECK_EQ(kvt_store_apply(s, &pinned, 1, &n_done), KVT_ERR_BUSY);
     CHECK(has(last_error(s), "in use"));
     kvt_array_release(a, &ref);
     kvt_store_close(s);

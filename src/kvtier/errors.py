@@ -227,6 +227,12 @@ class CancelledError(NativeError):
     exit_code = 130
 
 
+class BusyError(NativeError):
+    """A page cannot be moved or rewritten while attention has it: the next try may succeed."""
+
+    code = -13
+
+
 NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
     cls.code: cls
     for cls in (
@@ -242,13 +248,14 @@ NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
         ConfigError,
         VersionError,
         CancelledError,
+        BusyError,
     )
 }
 
 # What to do about it, where the native message does not say.
 _HINTS: Final[dict[int, str]] = {
     -3: "Give the host tier a smaller budget (--kv-host), or close other programs.",
-    -4: "Raise the host budget (--kv-host), or add a disk tier (--kv-disk and --kv-dir).",
+    -4: "Raise the host budget (--kv-host).",  # the message itself says where a disk tier would help
     -5: "Free space in the directory of the disk tier, raise --kv-disk, or choose another --kv-dir.",
     -6: "Check the disk that holds --kv-dir (its log, its free space), or choose another --kv-dir.",
     -7: "The page file was changed or the disk is faulty: run again, with another --kv-dir if it happens again.",

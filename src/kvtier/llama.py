@@ -27,8 +27,10 @@ from .errors import (
     from_code,
 )
 from .kv import CacheLease, KVCache
+from .lossy.batch import fitting_batch
 from .lossy.memory import LossyEngine, make_room
 from .lossy.settings import MemorySettings, memory_for
+from .modelshape import shape_of
 from .placement import KVEngine, Placement
 from .policies.base import Policy
 from .policies.registry import LOSSY_DEFAULT
@@ -38,6 +40,7 @@ from .settings import KVSettings
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+DEFAULT_BATCH = 512  # tokens, llama_cpp's own default
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
 
 
@@ -62,6 +65,7 @@ class Llama(llama_cpp.Llama):
             and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
+        n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where an eighth of the budget is fewer.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
             or become quantized, so that llama.cpp rotates what is rounded (see kvtier.cachetypes).
 
@@ -110,10 +114,11 @@ class Llama(llama_cpp.Llama):
         _check_arguments(kwargs)
         if policy is None and settings.fidelity == "lossy":
             policy = LOSSY_DEFAULT
-        chosen = create_policy(policy) if isinstance(policy, str) else policy
+        chosen = create_policy(policy) if isinstance(policy, str) else _checked_policy(policy)
         memory = _memory(settings, chosen, kv_memory)
         headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
         nominal = cache_types(settings, headers[0], *asked)
+        kwargs["n_batch"] = fitting_batch(shape_of(headers[0]), settings, kwargs.get("n_batch", DEFAULT_BATCH))
 
         loaded = runtime.load()
         _make_dir(settings)
@@ -247,6 +252,15 @@ class _Decode:
             f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})",
             self._domain,
         )
+
+
+def _checked_policy(policy: Policy | None) -> Policy | None:
+    if policy is None or (isinstance(getattr(policy, "name", None), str) and callable(getattr(policy, "plan", None))):
+        return policy
+    raise SettingsError(
+        f"policy is {policy!r}, which is no policy",
+        "Give a name of kvtier.policies.names(), or an object with a `name` and a method `plan(stats, budgets)`.",
+    )
 
 
 def _memory(settings: KVSettings, policy: Policy | None, memory: MemorySettings | None) -> MemorySettings | None:

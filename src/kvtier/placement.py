@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from .errors import KvtierError, PolicyError
+from .errors import BusyError, KvtierError, PolicyError
 from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
 from .pagekeys import PageKeys
@@ -279,7 +279,7 @@ class Placement:
         self._report: Final = report
         self._n_since = self._n_uncompacted = 0
         self._wake = threading.Condition()
-        self._due = self._ended = self._busy = False
+        self._due = self._ended = self._busy = self._is_told = False
         self._figures = PlacementFigures(policy.name)
         self._thread = threading.Thread(target=self._run, name="kvtier-placement", daemon=True)
         self._thread.start()
@@ -348,8 +348,10 @@ class Placement:
         n_moved, refused = apply_plan(self._engine, stats, plan)
         if isinstance(engine, FollowingEngine):
             engine.follow(stats, plan)
-        if refused and not self._figures.n_refused:
-            self._report(f"a move that the policy wanted was refused (said once): {refused[0].message}")
+        wrong = [err for err in refused if not isinstance(err, BusyError)]  # what is in use may move next time
+        if wrong and not self._is_told:
+            self._is_told = True
+            self._report(f"a move that the policy wanted was refused (said once): {wrong[0].message}")
         if self._n_uncompacted >= COMPACT_TOKENS and isinstance(self._engine, Compacting):
             self._n_uncompacted = 0
             self._engine.compact()

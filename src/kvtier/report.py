@@ -43,7 +43,7 @@ class RunReport:
             "n_ctx_train": self.n_ctx_train,
             "load_s": self.load_s,
             **asdict(self.timing),
-            "kv": {"n_layers": self.n_layers, **figures},
+            "kv": {"n_layers": self.n_layers, **figures, "omitted": self.figures.omitted, "omitted_bound": self.figures.omitted_bound},
             "policy": None if self.placement is None else asdict(self.placement),
         }
 
@@ -60,7 +60,8 @@ class RunReport:
         decoded_any = t.n_generated > 0 or t.prefill_per_s is not None
         if self.placement is not None:
             p = self.placement
-            rows.append(("policy", f"{p.policy}{f' ({p.state})' if p.state else ''}, {p.n_plans:,} plans, {p.n_moved:,} pages moved"))
+            moved = f", {p.n_moved:,} pages moved" if p.n_moved else ""
+            rows.append(("policy", f"{p.policy}{f' ({p.state})' if p.state else ''}, {p.n_plans:,} plans{moved}"))
         return rows + (kv_rows(self.figures, self.n_layers) if decoded_any else [])
 
 
@@ -72,7 +73,11 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
         (f"kv {_PLACE[name]}", _tier(tier)) for name, tier in figures.tiers.items() if name in _PLACE and _is_used(tier)
     ]
     if figures.n_gone:
-        rows.append(("kv dropped for good", f"{figures.tiers['none'].n_pages:,} pages; {format_bytes(figures.reserved_bytes)} sum them up"))
+        sums = f"; {format_bytes(figures.reserved_bytes)} sum them up" if figures.reserved_bytes else ""
+        rows.append(("kv dropped for good", f"{figures.tiers['none'].n_pages:,} pages{sums}"))
+    if figures.omitted is not None and figures.omitted_bound is not None:
+        read = figures.tokens_read / max(1, figures.tokens_seen)
+        rows.append(("attention left out", f"{figures.omitted:.1%} on average ({figures.omitted_bound:.1%} at most); {read:.1%} of the values read"))
     if figures.disk_reads or figures.disk_writes:
         share = (
             f", {100 * figures.n_prefetch_used / figures.n_prefetched:.0f} % of them used"

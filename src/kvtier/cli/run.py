@@ -115,7 +115,7 @@ class _Job:
     help="Seed of the sampler; -1: another one each time.",
 )
 @option("-t", "--threads", type=click.IntRange(1, 512), default=None, help="Threads.  [default: one per physical core]")
-@option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets.")
+@option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets; fewer with lossy fidelity and a small budget.")
 @option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
 @option(
     "-ctk",

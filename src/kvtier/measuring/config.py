@@ -10,8 +10,9 @@ from typing import Any, Literal
 from ..cachetypes import AUTO, cache_types
 from ..errors import KvtierError
 from ..gguf import read_model
+from ..lossy.batch import fitting_batch
 from ..lossy.settings import MemorySettings
-from ..modelshape import shape_of
+from ..modelshape import ModelShape, shape_of
 from ..plan import PlanRequest, cache_bytes
 from ..settings import KVSettings
 from .errors import MeasuringError
@@ -65,11 +66,16 @@ class Configuration:
         header, settings = read_model(model)[0], KVSettings.from_native(self.settings)
         type_k, type_v = cache_types(settings, header, self.type_k, self.type_v)
         if self.keep > 0.0:
-            n_bytes = cache_bytes(shape_of(header), PlanRequest(n_ctx=n_tokens, n_ubatch=n_batch), "f16", "f16").page_bytes
-            if n_bytes is None:
-                raise KvtierError(f"{self.name}: this model's cache cannot be kept in f16, so it has no share", "Give host=BYTES instead of keep.")
-            settings = replace(settings, host=int(self.keep * n_bytes))
+            settings = self._with_share(settings, shape_of(header), n_tokens, n_batch)
+            if (fewer := fitting_batch(shape_of(header), settings, n_batch)) < n_batch:  # sliding windows hold a batch, too
+                settings = self._with_share(settings, shape_of(header), n_tokens, fewer)
         return replace(self, type_k=type_k, type_v=type_v, keep=0.0, settings=settings.to_native())
+
+    def _with_share(self, settings: KVSettings, shape: ModelShape, n_tokens: int, n_batch: int) -> KVSettings:
+        n_bytes = cache_bytes(shape, PlanRequest(n_ctx=n_tokens, n_ubatch=n_batch), "f16", "f16").page_bytes
+        if n_bytes is None:
+            raise KvtierError(f"{self.name}: this model's cache cannot be kept in f16, so it has no share", "Give host=BYTES instead of keep.")
+        return replace(settings, host=int(self.keep * n_bytes))
 
     def make_directory(self) -> None:
         """Make the disk tier's directory if it is the user's cache folder; one that was named must exist."""
@@ -94,7 +100,7 @@ def rope_for(n_ctx: int, n_ctx_train: int) -> Rope:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a worker needs to open a model; makes `config` one for this model."""
+    """What a worker needs to open a model; makes `config` one for this model, and `n_batch` one for its budget."""
 
     model: str
     config: Configuration
@@ -105,6 +111,9 @@ class Opening:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_model(self.model, self.n_ctx, self.n_batch))
+        settings = KVSettings.from_native(self.config.settings)
+        if settings.fidelity == "lossy":
+            object.__setattr__(self, "n_batch", fitting_batch(shape_of(read_model(self.model)[0]), settings, self.n_batch))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

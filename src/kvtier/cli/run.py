@@ -179,6 +179,8 @@ def command(
     """
     model = _one_model(model, model_option)
     settings = kv_settings(options)
+    if settings.fidelity == "lossy" and settings.host is None:
+        ui.warn("--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory")
     options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")
     require_utf8_path(settings.dir, "the directory of the disk tier")

@@ -20,6 +20,8 @@ from kvtier.bench.report import text, to_json
 from kvtier.bench.results import BenchResult, DecodeResult, PrefillResult, Traffic
 from kvtier.bench.run import chunk_starts
 from kvtier.cli.bench import command
+from kvtier.cli.texts import read_text
+from kvtier.errors import OutputError, UsageError
 from kvtier.measuring import state as states
 from kvtier.measuring.bandwidth import disk_bandwidth, read_bandwidth
 from kvtier.measuring.child import Child
@@ -27,7 +29,7 @@ from kvtier.measuring.config import Configuration, Opening, Rope, rope_for
 from kvtier.measuring.errors import MeasuringError, StateLayoutError, WorkerError
 from kvtier.measuring.figures import paired_ratio, percentile, rates, spread, total_ratio
 from kvtier.measuring.table import markdown
-from kvtier.measuring.text import library_text, read_text
+from kvtier.measuring.text import library_text
 
 SECONDS = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=30)
 
@@ -200,11 +202,25 @@ def test_bandwidths_are_positive(tmp_path: Path) -> None:
 def test_texts(tmp_path: Path) -> None:
     assert len(library_text()) > 100_000
     assert read_text(None) == library_text()
-    empty = tmp_path / "empty"
-    empty.write_text(" \n")
-    for path, words in ((empty, "empty"), (tmp_path / "none", "cannot read")):
-        with pytest.raises(MeasuringError, match=words):
-            read_text(path)
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9 ")
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbftext")
+    refused = {"empty": "empty.*\n.*some text", "none": "cannot be read: No such file.*\n.*path", ".": "Is a directory", "latin": "0xe9 at offset 3.*\n.*iconv"}
+    for name, words in refused.items():
+        with pytest.raises(UsageError, match=words):
+            read_text(tmp_path / name)
+    assert read_text(tmp_path / "marked") == "text"
+
+
+def test_a_failure_names_its_row_once() -> None:
+    assert WorkerError("kvtier:f16: score: too much").about("kvtier:f16") == "score: too much"
+    assert WorkerError("too much").about("kvtier:f16") == "too much"
+
+
+def test_an_output_that_cannot_be_written_is_noticed_first(smollm2_path: Path, tmp_path: Path) -> None:
+    out = CliRunner().invoke(command, [str(smollm2_path), "-o", str(tmp_path / "none" / "x.json")])
+    assert isinstance(out.exception, OutputError)
+    assert "Make its folder" in out.exception.hint
 
 
 def test_a_repeated_context_is_as_long_and_as_large_as_a_computed_one(smollm2_path: Path) -> None:
@@ -275,7 +291,7 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
         (["--prefill", "100"], "shorter than one batch"),
         (["--kv-dir", "/nonexistent"], "no directory"),
         (["--fidelity", "lossy"], "bounded:EPS"),
-        (["--fidelity", "bounded:2"], "EPS between 0 and 1"),
+        (["--fidelity", "bounded:2"], "EPS from"),
     ],
 )
 def test_bad_arguments(smollm2_path: Path, arguments: list[str], words: str) -> None:

@@ -15,8 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvtier import diagnosis, hardware
-from kvtier.cli import main
+from kvtier.cli import main, ui
 from kvtier.diagnosis import Finding, ProbeResult, run_probe, worst
+from kvtier.errors import UsageError
+from kvtier.measuring.progress import StatusLine
 
 SOUND: dict[str, Mapping[str, Any]] = {
     "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"},
@@ -125,6 +127,28 @@ def test_the_real_installation(tmp_path: Path) -> None:
     assert text.exit_code == 0
     table = text.stdout.split("\nWhat to do:")[0]
     assert all(len(line) <= 80 or "/" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize(("env", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_terminals_that_want_them(env: dict[str, str], has_colour: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm-256color", **env}.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        ui.echo_styled(("ok", "green"), "  fine")
+        ui.error(UsageError("wrong"))
+        with StatusLine() as status:
+            status("on the way")
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "fine" in shown
+    assert "wrong" in shown
+    assert ("\x1b[3" in shown, "\x1b[1" in shown) == (has_colour, has_colour)
+    assert ("on the way" in shown) == (env.get("TERM") != "dumb")
+    assert ("\x1b" in shown) == (env.get("TERM") != "dumb")
 
 
 def test_a_missing_and_a_foreign_library(tmp_path: Path) -> None:

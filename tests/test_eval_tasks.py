@@ -29,7 +29,6 @@ from kvtier.evaluation.tasks.run import TaskEvaluation, TaskPlan, evaluate_tasks
 from kvtier.measuring.child import Child
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
-from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import parse_spec
 from kvtier.measuring.text import library_text
 
@@ -151,9 +150,9 @@ def test_prompts_fill_the_length_and_depend_on_seed_and_index_only(name: str, co
 
 
 def test_lengths_that_cannot_be(count: Count) -> None:
-    with pytest.raises(MeasuringError, match="cwe needs [0-9,]+ tokens at least; 300"):
+    with pytest.raises(UsageError, match="cwe needs [0-9,]+ tokens at least; 300"):
         make_prompts("cwe", 1, 300, 0, library_text(), count)
-    with pytest.raises(MeasuringError, match=r"comes to [0-9,]+ tokens at most; 4,000 .*\n.*longer text"):
+    with pytest.raises(UsageError, match=r"comes to [0-9,]+ tokens at most; 4,000 .*\n.*longer text"):
         make_prompts("needle", 1, 4000, 0, "a short line\n" * 100, count)
     (prompt, *_) = make_prompts("needle", 1, 300, 0, "a short line\n" * 200, count)
     assert n_tokens_of(prompt, count) <= 300
@@ -168,7 +167,7 @@ def test_any_length_is_kept(n_tokens: int, chars_per_token: int, seed: str) -> N
     task = next(task for task in ruler.SIMPLE if task.name == "niah_single_1")
     try:
         prompt = sized(task, seed, 0, n_tokens, n_parts)
-    except MeasuringError:
+    except UsageError:
         assert n_tokens_of(task.write(seed, 0, task.least), n_parts) > n_tokens
         return
     size = prompt.context.count(ruler.NOISE)
@@ -338,6 +337,6 @@ def test_an_interrupted_run_goes_on_prompt_by_prompt(smollm2_path: Path, tmp_pat
 )
 def test_bad_arguments(smollm2_path: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     out = CliRunner().invoke(command, [str(smollm2_path), "--rows", str(tmp_path / "rows.jsonl"), *arguments])
-    assert out.exit_code != 0
+    assert isinstance(out.exception, UsageError)
     assert words in str(out.exception)
     assert not (tmp_path / "rows.jsonl").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import math
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from kvtier.cli import main
 from kvtier.cli.eval import command
+from kvtier.errors import OutputError, UsageError
 from kvtier.evaluation.divergence import kl_divergence, log_softmax, mean_interval, summarise
 from kvtier.evaluation.exactmass import layer_share
 from kvtier.evaluation.readings import counts_between, readings
@@ -140,7 +143,7 @@ def test_a_damaged_row_is_measured_again(tmp_path: Path, damage: dict[str, objec
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MeasuringError, match="cannot write"):
+    with pytest.raises(OutputError, match=r"cannot be written.*\n.*--rows FILE"):
         RowFile(tmp_path / "file" / "rows.jsonl").add("a", row())
 
 
@@ -194,13 +197,18 @@ def test_a_spec_says_everything_that_settings_can() -> None:
         ("kvtier:mass-decay=1.5", "mass_decay is 1.5"),
         ("kvtier:dir=/tmp", "no budget for the disk tier"),
         ("kvtier:fidelity=perfect", "fidelity is 'perfect'.*\\n.*bounded:0.05"),
-        ("kvtier:fidelity=bounded:2", "EPS between 0 and 1"),
+        ("kvtier:fidelity=bounded:2", "EPS from"),
         ("kvtier:read-budget=64", "an exact step reads everything"),
         ("kvtier:policy=best", "no policy is called 'best'.*\\n.*h2o"),
         ("kvtier:policy=delta:x=1", "no parameter 'x'"),
         ("stock:policy=h2o", "no setting 'policy'"),
         ("kvtier:fidelity=lossy,keep=20%,host=1MiB", "keep and host both"),
-        ("kvtier:fidelity=lossy,keep=0", "keep is '0'.*\n.*1% to 100%"),
+        ("kvtier:fidelity=lossy,keep=0", "keep is '0'.*1% to 100%"),
+        ("kvtier:fidelity=lossy,keep=1e-9%", "keep is '1e-9%'.*1% to 100%"),
+        ("kvtier:keep=20%", "keep is '20%'.*nowhere to go\n.*fidelity=lossy or disk=BYTES"),
+        ("kvtier:fidelity=bounded,keep=1%", "nowhere to go"),
+        ("kvtier:", "'kvtier:' has nothing after the colon.*\n.*kvtier:f16"),
+        ("stock:,", "nothing after the colon"),
         ("kvtier:fidelity=lossy,keep=some", "keep is 'some'"),
         ("kvtier:fidelity=lossy,keep=120%", "keep is '120%'"),
         ("kvtier:host=1MiB,compress=off", "compress is for lossy fidelity"),
@@ -302,7 +310,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(smollm2_path: Path, tmp_pat
 
 def test_a_text_that_is_too_short(smollm2_path: Path, tmp_path: Path) -> None:
     plan = EvaluationPlan(smollm2_path, "two words", n_prefix=50, n_tokens=5)
-    with pytest.raises(MeasuringError, match="56 are needed"):
+    with pytest.raises(UsageError, match="56 are needed"):
         evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
 
 
@@ -442,10 +450,38 @@ def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
         (["--reference", "best"], "no row"),
         (["--prefix", "100m"], "tokens; "),
         (["--tokens", "0"], "at least 1"),
-        (["-f", "/nonexistent/text"], "cannot read"),
+        (["-f", "/nonexistent/text"], "cannot be read"),
+        (["-f", "/"], "Is a directory"),
     ],
 )
 def test_bad_arguments(smollm2_path: Path, arguments: list[str], words: str) -> None:
     out = CliRunner().invoke(command, [str(smollm2_path), *arguments])
-    assert out.exit_code != 0
+    assert isinstance(out.exception, UsageError)
     assert words in str(out.exception)
+
+
+def test_a_table_that_cannot_be_written(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed before anything is measured; where it fails at the end, the table is still shown."""
+    module = importlib.import_module("kvtier.cli.eval")
+    monkeypatch.setattr(module, "evaluate", lambda *_: Evaluation(row(), (), ()))
+    there = tmp_path / "there.csv"
+    there.write_text("as it was")
+    early = CliRunner().invoke(main, ["eval", str(smollm2_path), "--csv", str(tmp_path / "none" / "x.csv")])
+    assert (early.exit_code, early.stdout) == (14, "")
+    assert "Make its folder" in early.stderr
+    monkeypatch.setattr(module, "write_file", lambda path, _: (_ for _ in ()).throw(OutputError(f"the file {path} cannot be written")))
+    late = CliRunner().invoke(main, ["eval", str(smollm2_path), "--csv", str(there)])
+    assert late.exit_code == 14
+    assert "stock f16" in late.stdout
+    assert there.read_text() == "as it was"
+
+
+@pytest.mark.parametrize(("stop", "exit_code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_stop_says_what_is_kept(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, exit_code: int) -> None:
+    def evaluate(*_: object) -> Evaluation:
+        raise stop
+
+    monkeypatch.setattr(importlib.import_module("kvtier.cli.eval"), "evaluate", evaluate)
+    out = CliRunner().invoke(main, ["eval", str(smollm2_path), "--rows", str(tmp_path / "rows.jsonl")])
+    assert out.exit_code == exit_code
+    assert "rows.jsonl, and the same command goes on" in out.stderr

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from kvtier import Llama
+from kvtier.cli import ui
 from kvtier.generation import Generation, Sampling
-from kvtier.live import concentration, look
+from kvtier.live import Look, TierLook, concentration, look
 from kvtier.settings import KVSettings
 
 PATIENCE_S = 120.0
@@ -197,6 +198,22 @@ def test_text_goes_to_a_pipe_and_the_panel_to_the_terminal(smollm2_path: Path, p
     os.close(ours)
     assert (tmp_path / "out").read_text().strip("\n") == plain.strip("\n")
     assert "layers" in raw.decode()
+
+
+@pytest.mark.parametrize("width", [20, 27, 36, 76, 196])
+def test_a_narrow_panel_loses_nothing(width: int) -> None:
+    heat = tuple(i / 40 for i in range(40))
+    tiers = (TierLook("host", 12_345_678, 8 << 20, 1234), TierLook("disk", 1 << 30, None, 56_789))
+    seen = Look(123, 4.56, tiers, "mass", heat, 0.0123, 0.0456, 0.789, 0.321, 0.654, 12, "adaptive, balanced")
+    rows = [line.plain for line in ui.panel_lines(seen, "abcdefgh", width)]
+    assert max(map(len, rows)) <= width
+    text = " ".join(rows)
+    parts = ("4.56 tokens/s", "123 tokens", "adaptive", "of 8.00 MiB", "1,234 pages", "56,789 pages", "90 % of attention 48.8 %",
+             "skipped 1.23 % (at most 4.56 %)", "recall 65.4 %", "hits 78.9 %", "attention outside RAM 32.1 %", "12 pages gone")  # fmt: skip
+    assert [part for part in parts if part not in text] == []
+    first = next(i for i, row in enumerate(rows) if row.startswith("layers "))
+    bars = [row[7:].split(" ")[0] for row in rows[first:] if row.startswith(("layers ", "       "))]
+    assert len("".join(bars)) == len(heat)
 
 
 def test_concentration() -> None:

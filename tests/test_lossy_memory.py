@@ -144,7 +144,7 @@ def test_the_budget_falls_at_once_and_rises_slowly() -> None:
 
 def test_shares_that_cannot_be() -> None:
     assert KVSettings(host="65%", fidelity="lossy").host_share == 0.65
-    for text in ("0%", "-5%", "100%", "x%", "%"):
+    for text in ("0%", "1e-9%", "-5%", "100%", "x%", "%"):
         with pytest.raises(SettingsError, match="share"):
             KVSettings(host=text, fidelity="lossy")
     with pytest.raises(SettingsError, match="lossy"):

@@ -377,6 +377,8 @@ def test_command_line_program(smollm2_path: Path, tmp_path: Path) -> None:
     assert "8,192" in shown.stdout and "--rope-scaling" in shown.stderr
     assert all(len(line) <= 80 for line in shown.stdout.splitlines() if "kvtier run" not in line and str(tmp_path) not in line)
 
+    assert run(main, ["plan", "smollm2"]).stdout.startswith("smollm2 (")  # and then the file's own name for itself
+
     told = run(main, ["plan", str(smollm2_path), "-c", "1.5k", "-ctk", "q8_0", "-ctv", "q8_0", "--json"], env={"KVTIER_UBATCH_SIZE": "64"})
     out = json.loads(told.stdout)
     assert (out["n_ctx"], out["request"]["n_ubatch"], out["chosen"]["type_k"]) == (1536, 64, "q8_0")

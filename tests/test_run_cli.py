@@ -106,6 +106,13 @@ def test_a_context_beyond_training_is_a_warning(smollm2_path: Path) -> None:
     assert done.returncode == 0 and "warning" not in done.stderr
 
 
+def test_lossy_without_a_budget_is_a_warning(smollm2_path: Path) -> None:
+    for budget, n in (((), 1), (("--kv-host", "64MiB"), 0)):
+        done = kvtier("run", smollm2_path, "-p", "x", "-n", "1", "-c", "256", "--fidelity", "lossy", *budget)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("warning: --fidelity lossy without a budget drops nothing") == n
+
+
 @pytest.mark.parametrize("size", ["24,3", "-1", "", "1.3k", "abc"])
 def test_context_sizes_that_are_none(smollm2_path: Path, size: str) -> None:
     refused(kvtier("run", smollm2_path, "-p", "x", "-c", size), 2, f"'{size}'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +24,13 @@ from kvtier.scorer.features import FEATURES, features
 from kvtier.scorer.model import HIDDEN, Scorer, load, shapes, shipped
 from kvtier.scorer.quality import mass_recall, quality, spearman
 from kvtier.scorer.recipe import Segments, Text, split, train_on, tune_on
-from kvtier.scorer.samples import pooled, samples
+from kvtier.scorer.samples import LEAST_STEPS, pooled, samples
 from kvtier.scorer.train import Training, _gradients, train
 from kvtier.simulator.run import Setting, simulate
 from kvtier.trace import Trace
 
 from .texts import source_text
-from .traces import random_stats, synthetic
+from .traces import random_stats, synthetic, write_synthetic
 
 SHORT = Training(steps=400, batch=512)
 
@@ -283,22 +284,53 @@ def test_train_and_tune_from_text_to_weights(smollm2_path: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["train", "none.txt", "-o", "s.npz"], "cannot read the text"),
+        (["train", "none.txt", "-o", "s.npz"], "the text none.txt cannot be read"),
+        (["train", "python", "-o", "none/s.npz"], "Make its folder"),
         (["train", "short.txt", "-o", "s.npz"], "are needed"),
         (["train", "python", "-o", "s.npz", "--tokens", "50"], "too few to learn from"),
         (["tune", "python", "--from", "short.txt", "-o", "s.npz"], "is no scorer"),
         (["tune", "python", "--from", "missing.npz", "-o", "s.npz"], "cannot be read"),
         (["report"], "nothing to judge by"),
         (["report", "--trace", "short.txt"], "is no trace"),
+        (["report", "."], "Is a directory"),
     ],
 )
 def test_bad_input_is_an_error_and_leaves_nothing(args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a few words only", encoding="utf-8")
     run = CliRunner().invoke(main, ["scorer", *args])
-    assert run.exit_code in (1, 2)
+    assert run.exit_code == (14 if "none/s.npz" in args else 2)
     assert words in run.stderr
     assert os.listdir(tmp_path) == ["short.txt"]
+
+
+def test_a_report_on_a_trace_that_is_too_short_or_cut(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "t", n_steps=260)
+    path.write_bytes(path.read_bytes()[:-30])
+    args = ["scorer", "report", "--trace", str(path)]
+    cut = CliRunner().invoke(main, args)
+    assert (cut.exit_code, "--partial" in cut.stderr) == (2, True)
+    assert "Spearman" in CliRunner().invoke(main, [*args, "--partial"]).stdout
+    write_synthetic(path, n_steps=LEAST_STEPS - 1)
+    short = CliRunner().invoke(main, args)
+    assert (short.exit_code, short.stdout) == (2, "")
+    assert f"has {LEAST_STEPS - 1} steps" in short.stderr
+    assert f"at least {LEAST_STEPS}" in short.stderr
+    with pytest.raises(UsageError, match="judge by"):
+        quality([], shipped())
+
+
+def test_a_stop_while_training_says_that_nothing_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: tuple[Trace, Trace]) -> None:
+    def recorded(*_: object) -> tuple[list[Trace], list[Trace]]:
+        signal.raise_signal(signal.SIGTERM)
+        return [traces[0]], [traces[1]]
+
+    monkeypatch.setattr("kvtier.cli.scorer._recorded", recorded)
+    run = CliRunner().invoke(main, ["scorer", "train", "python", "-o", str(tmp_path / "s.npz"), "--traces", str(tmp_path / "traces")])
+    assert run.exit_code == 143
+    assert "nothing was written to" in run.stderr
+    assert "kept in" in run.stderr
+    assert os.listdir(tmp_path) == ["traces"]
 
 
 def test_the_package_has_its_weights() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import KVSettings, _native, runtime
+from kvtier import KVSettings, _native, placement, runtime
 from kvtier.errors import ConfigError, NativeError, SettingsError
 from kvtier.figures import FORMATS
+from kvtier.settings import LEAST_EPS, MAX_EPS, PROTECT_FIRST, PROTECT_LAST
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,10 +50,24 @@ def test_fidelity_is_read_once(text: str, kept: str, eps: float | None) -> None:
     assert settings.fidelity == kept and settings.eps == eps
 
 
-@pytest.mark.parametrize("text", ["", "bounded:", "bounded:0", "bounded:1", "bounded:nan", "bounded:-0.1", "bounded:x", "exact:0.1", "lossy:1", "fast"])
+@pytest.mark.parametrize("text", ["", "bounded:", "bounded:0", "bounded:1", "bounded:nan", "bounded:-0.1", "bounded:1e-300", "bounded:0.99999999",
+                                  "bounded:x", "exact:0.1", "lossy:1", "fast"])  # fmt: skip
 def test_other_fidelities_are_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match="exact, bounded:EPS, lossy"):
+    with pytest.raises(SettingsError, match="exact, bounded:EPS, lossy with EPS from 1.2e-38 to 0.999999"):
         KVSettings(fidelity=text)
+
+
+@pytest.mark.parametrize("eps", [LEAST_EPS, MAX_EPS])
+def test_the_ends_of_eps_are_the_librarys_too(eps: float) -> None:
+    _native.Domain(KVSettings(fidelity=f"bounded:{eps}").to_native()).close()
+
+
+@pytest.mark.parametrize(("values", "least"), [({}, 96), ({"protect_first": 0, "page_tokens": 64}, 128)])
+def test_the_least_read_budget_is_the_librarys(values: dict[str, Any], least: int) -> None:
+    _native.Domain(KVSettings(fidelity="bounded", read_budget=least, **values).to_native()).close()
+    with pytest.raises(SettingsError, match=f"read_budget is {least - 1}\n.*from {least} to .*always read"):
+        KVSettings(fidelity="bounded", read_budget=least - 1, **values)
+    assert (PROTECT_FIRST, PROTECT_LAST) == (placement.PROTECT_FIRST, placement.PROTECT_LAST)
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "a,b", "host=1", "ünï", "#hash"])

@@ -135,8 +135,22 @@ def test_command(tmp_path: Path) -> None:
     results = json.loads(run.stdout)
     assert [(r["policy"], r["setting"]["keep"]) for r in results] == [("lru", 0.5), ("lru", 0.3), ("oracle", 0.5), ("oracle", 0.3)]
     assert len(results[0]["recalls"]) == 200 - 64
-    table = CliRunner().invoke(main, ["simulate", str(path), "--keep", "0.5"]).stdout
-    assert all(name in table for name in POLICIES)
+    table = CliRunner().invoke(main, ["simulate", str(path), "--keep", "0.5", "--policy", "all,lru"]).stdout
+    assert [sum(line.split()[:1] == [name] for line in table.splitlines()) for name in POLICIES] == [1] * len(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--policy best", ("'best'", "lru", "oracle")),
+        ("--policy ,", ("no policy", "lru", "oracle", "all")),
+        ("--per-step", ("--per-step", "Add --json")),
+    ],
+)
+def test_bad_arguments(words: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["simulate", str(write_synthetic(tmp_path / "t")), *words.split()])
+    assert run.exit_code == 2
+    assert all(part in run.stderr for part in parts), run.stderr
 
 
 @pytest.mark.parametrize(

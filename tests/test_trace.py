@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,53 @@ def test_missing_and_unwritable(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "no" / "dir", TraceHeader("m", 1, (0,), 32, 1, 1, 1))
 
 
+def test_a_trace_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
+    target, link = write_synthetic(tmp_path / "t", n_steps=20), tmp_path / "link"
+    before = target.read_bytes()
+    link.symlink_to(target)
+    header = TraceHeader("m", 1, (0,), 32, 1, 1, 40)
+    with TraceWriter(link, header):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "t", "t.part"]
+    assert target.read_bytes() == before  # one without steps is none
+    assert not (tmp_path / "t.part").exists()
+    with TraceWriter(link, header) as writer:
+        for _ in range(CHUNK_STEPS + 1):
+            writer.add(0, np.ones((1, 1), np.float32))
+        assert target.read_bytes() == before
+        assert read_trace(tmp_path / "t.part", partial=True).n_steps == CHUNK_STEPS
+    assert read_trace(target).n_steps == CHUNK_STEPS + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "t"]
+    assert link.is_symlink()
+
+
+def test_a_trace_that_cannot_be_finished_is_not_put_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_synthetic(tmp_path / "t", n_steps=20)
+    before = target.read_bytes()
+
+    class Full:
+        closed = False
+
+        def write(self, _: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            self.closed = True
+
+    with pytest.raises(OutputError, match="No space left.*\n.*t.part: --partial"), TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 40)) as writer:
+        for step in range(2 * CHUNK_STEPS):
+            if step == CHUNK_STEPS:
+                monkeypatch.setattr(writer, "_file", Full())
+            writer.add(0, np.ones((1, 1), np.float32))
+    assert target.read_bytes() == before
+    assert read_trace(tmp_path / "t.part", partial=True).n_steps == CHUNK_STEPS
+
+
+def test_a_device_is_written_as_it_is() -> None:
+    with TraceWriter(Path(os.devnull), TraceHeader("m", 1, (0,), 32, 1, 1, 1)) as writer:
+        writer.add(0, np.ones((1, 1), np.float32))
+    assert not Path(os.devnull).is_file()
+
+
 @pytest.mark.parametrize("which", ["smollm2_path", "gemma3_path"])
 def test_recording_a_model(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     path: Path = request.getfixturevalue(which)
@@ -149,11 +197,20 @@ def test_a_stop_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None
     assert read_trace(tmp_path / "t").n_steps == done.n_steps
 
 
+def test_a_stop_before_the_first_step_leaves_what_was_there(smollm2_path: Path, tmp_path: Path) -> None:
+    target = write_synthetic(tmp_path / "t", n_steps=20)
+    before, asked = target.read_bytes(), iter(range(1000))
+    done = record(Recording(smollm2_path, source_text(), "sources", 100, 40), target, stop=lambda: next(asked) > 0)  # after the only batch
+    assert (done.n_steps, done.is_stopped) == (0, True)
+    assert target.read_bytes() == before
+    assert os.listdir(tmp_path) == ["t"]
+
+
 def test_ctrl_c_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None:
-    target = tmp_path / "t"
+    target, part = tmp_path / "t", tmp_path / "t.part"
     args = ["trace", "record", str(smollm2_path), "-o", str(target), "--prefix", "64", "--tokens", "8000", "--json"]
     process = subprocess.Popen([sys.executable, "-m", "kvtier", *args], stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    while not (target.exists() and target.stat().st_size > 2000):
+    while not (part.exists() and part.stat().st_size > 2000):
         assert process.poll() is None
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -166,6 +223,25 @@ def test_ctrl_c_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None
     summary = json.loads(out)
     assert summary["is_stopped"]
     assert read_trace(target).n_steps == summary["n_steps"] > 0
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "words"),
+    [
+        (("-o", "none/t"), 14, "Make its folder"),
+        (("-o", "t", "-f", "."), 2, "Is a directory"),
+        (("-o", "t", "-f", "latin"), 2, "not UTF-8"),
+        (("-o", "t", "--tokens", "0"), 2, "at least 1"),
+    ],
+)
+def test_bad_arguments(args: tuple[str, ...], exit_code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin").write_bytes(b"caf\xe9 ")
+    run = CliRunner().invoke(main, ["trace", "record", str(smollm2_path), *args])
+    assert run.exit_code == exit_code, run.stderr
+    assert words in run.stderr
+    assert os.listdir() == ["latin"]
 
 
 def test_show(tmp_path: Path) -> None:

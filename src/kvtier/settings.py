@@ -16,6 +16,12 @@ from .sizes import parse_bytes, parse_share
 SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
 MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
+LEAST_EPS: Final = 1.2e-38  # what single precision holds in full
+MAX_EPS: Final = MAX_MASS_DECAY
+LEAST_SHARE: Final = 0.01
+MAX_SHARE: Final = 0.95
+PROTECT_FIRST: Final = 1  # pages, the native library's own default
+PROTECT_LAST: Final = 2  # likewise
 DEFAULT_FORMAT: Final = "f16"
 WIDE_FORMATS: Final = ("f32", "f16", "bf16")
 DEFAULT_EPS: Final = "0.07"  # about as near to exact as stock's f16 cache (docs/recall.md)
@@ -79,10 +85,10 @@ class KVSettings:
             near = max(SUB_PAGE_TOKENS, round(self.page_tokens / SUB_PAGE_TOKENS) * SUB_PAGE_TOKENS)
             raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
         object.__setattr__(self, "fidelity", _fidelity(self.fidelity))
-        self._check_read_budget()
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
         _check_int("protect_last", self.protect_last, 1, 1 << 20)
+        self._check_read_budget()
         if self.mass_decay is not None and not 0.0 <= self.mass_decay <= MAX_MASS_DECAY:
             raise SettingsError(
                 f"mass_decay is {self.mass_decay}, which is not in [0, 1)",
@@ -123,12 +129,15 @@ class KVSettings:
     def _check_read_budget(self) -> None:
         if self.read_budget is None:
             return
-        _check_int("read_budget", self.read_budget, 1, (1 << 31) - 1)
         if self.eps is None:
             raise SettingsError(
                 f"a read budget of {self.read_budget} tokens is given, but an exact step reads everything",
                 "Add --fidelity bounded:0.05, or leave --kv-read-budget out.",
             )
+        first = PROTECT_FIRST if self.protect_first is None else self.protect_first
+        last = PROTECT_LAST if self.protect_last is None else self.protect_last
+        least = (first + last) * (self.page_tokens or SUB_PAGE_TOKENS)
+        _check_int("read_budget", self.read_budget, least, (1 << 31) - 1, "the first and newest pages are always read")
 
     def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:
         """The same settings with every format filled in: RAM takes the cache types by default, disk takes RAM's."""
@@ -202,8 +211,8 @@ def _share(text: str) -> float:
         share = parse_share(text)
     except ValueError:
         share = 0.0
-    if not 0.0 < share <= 0.95:
-        raise SettingsError(f"the host budget '{text}' is not a share of free memory", "Take 1% to 95%; 60% to 70% leaves a sound buffer.")
+    if not LEAST_SHARE <= share <= MAX_SHARE:
+        raise SettingsError(f"the host budget '{text}' is not a share of free memory from 1% to 95%", "Take 60% to 70%, which leaves a sound buffer.")
     return share
 
 
@@ -216,12 +225,12 @@ def _fidelity(value: str | None) -> str | None:
     if kind == "bounded" and not colon:
         eps = DEFAULT_EPS
     try:
-        if kind == "bounded" and 0.0 < float(eps) < 1.0:
+        if kind == "bounded" and LEAST_EPS <= float(eps) <= MAX_EPS:
             return f"{kind}:{float(eps)!r}"
     except ValueError:
         pass
     raise SettingsError(
-        f"fidelity is '{value}', which is none of {', '.join(FIDELITIES)} with EPS between 0 and 1",
+        f"fidelity is '{value}', which is none of {', '.join(FIDELITIES)} with EPS from {LEAST_EPS} to {MAX_EPS}",
         "Take for example bounded:0.05: a step then leaves out at most 5 % of the attention.",
     )
 
@@ -251,6 +260,6 @@ def _directory(value: str | os.PathLike[str] | None) -> Path | None:
     return Path(text).expanduser().absolute()
 
 
-def _check_int(name: str, value: int | None, least: int, most: int) -> None:
+def _check_int(name: str, value: int | None, least: int, most: int, why: str = "") -> None:
     if value is not None and not least <= value <= most:
-        raise SettingsError(f"{name} is {value}", f"Take a value from {least} to {most:,}.")
+        raise SettingsError(f"{name} is {value}", f"Take a value from {least:,} to {most:,}{why and f': {why}'}.")

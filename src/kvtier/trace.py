@@ -10,6 +10,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import OutputError, TraceError
+from .outputs import aside, discard, settle, unwritable
 
 MAGIC: Final = b"KVTTRACE"
 VERSION: Final = 1
@@ -113,17 +115,22 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace frame by frame; a context manager. What is written stays readable whatever happens afterwards."""
+    """Writes a trace frame by frame, beside its place, which it takes when it is closed with at least one step; a context manager.
+
+    What is written stays readable whatever happens: of a process that was killed it lies in `path`.part.
+    """
 
     def __init__(self, path: Path, header: TraceHeader, prefix: Sequence[int] = ()) -> None:
         """Raises OutputError if the file cannot be written."""
         self._path = path
+        self._aside = aside(path)
         self._rows: list[Codes] = []
         self._tokens: list[int] = []
         self.n_steps = 0
-        self._first = 0
+        self._first = 0  # step of the next frame: so many are in the file
+        self._has_failed = False
         try:
-            self._file: IO[bytes] = path.open("wb")
+            self._file: IO[bytes] = self._aside.open("wb")
         except OSError as err:
             raise self._failure(err) from err
         text = json.dumps(asdict(header), ensure_ascii=False).encode()
@@ -144,20 +151,35 @@ class TraceWriter:
         self._frame(b"PAGE", head + np.ascontiguousarray(values, np.float16).tobytes())
 
     def close(self) -> None:
-        """Write what is left and the end mark. May be called twice."""
+        """Write what is left and the end mark, and put the trace in its place; nothing is left of one without steps. May be called twice."""
         if self._file.closed:
             return
         try:
-            self._flush()
-            self._frame(b"LAST", struct.pack("<I", self.n_steps))
+            if not self._has_failed:
+                self._flush()
+                self._frame(b"LAST", struct.pack("<I", self.n_steps))
         finally:
-            self._file.close()
+            with suppress(OSError):  # everything is flushed, or has failed to be
+                self._file.close()
+            self._drop_if_empty()
+        if self._first and not self._has_failed:
+            self._settle()
 
     def __enter__(self) -> TraceWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _drop_if_empty(self) -> None:
+        if self._first == 0:
+            discard(self._aside, self._path)
+
+    def _settle(self) -> None:
+        try:
+            settle(self._aside, self._path)
+        except OSError as err:
+            raise self._failure(err) from err
 
     def _flush(self) -> None:
         if not self._rows:
@@ -183,10 +205,15 @@ class TraceWriter:
             self._file.write(data)
             self._file.flush()
         except OSError as err:
+            self._has_failed = True
+            self._drop_if_empty()
             raise self._failure(err) from err
 
     def _failure(self, err: OSError) -> OutputError:
-        return OutputError(f"the trace {self._path} cannot be written: {err.strerror}", "Free space there, or name another file.")
+        error = unwritable(f"the trace {self._path}", err)
+        if self._first:
+            error.hint += f" What was recorded before is in {self._aside}: --partial reads it."
+        return error
 
 
 def read_trace(path: Path, partial: bool = False) -> Trace:

@@ -84,7 +84,7 @@ class Recorder:
     ) -> Recorded:
         """Feed `tokens`, the first `n_prefix` of them in batches, and write the rest's masses to `path`.
 
-        `stop` ends it between steps; what is there by then is a whole trace. Raises NativeError, LlamaError, OutputError;
+        `stop` ends it between steps; what is there by then is a whole trace, and without a step there is none. Raises NativeError, LlamaError, OutputError;
         UsageError if the model has no layer that sees the whole context.
         """
         llm = self._llm
@@ -107,6 +107,8 @@ class Recorder:
                 n_done += 1
                 progress("recording", n_done, n_total)
             self._write_features(writer, indices)
+        if n_done == 0:
+            return Recorded(0, 0, 0, 0, True)
         n_pages = -(-llm.n_tokens // self._page_tokens())
         return Recorded(n_done, len(indices), n_pages, path.stat().st_size, n_done < n_total)
 

@@ -77,7 +77,7 @@ class _Bench:
             return None
 
     def fail(self, name: str, context: int, error: MeasuringError) -> None:
-        self.failures.append((f"{name} at {context} tokens", str(error)))
+        self.failures.append((f"{name} at {context} tokens", error.about(name)))
         self.report(f"{name}: {error}")
 
     def lane(self, stack: ExitStack, config: Configuration, context: int) -> _Lane | None:

@@ -12,13 +12,15 @@ import click
 from ..bench import report
 from ..bench.plan import BenchPlan
 from ..bench.run import run
+from ..errors import DirectoryError, UsageError
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
-from ..measuring.text import read_text
+from ..outputs import require_writable
 from ..settings import KVSettings
 from . import ui
 from .measured import NumbersParam, find_model, terminable, write_file
 from .options import TOKENS, option
+from .texts import read_text
 
 
 @click.command("bench", context_settings={"show_default": True})
@@ -74,26 +76,26 @@ def command(
     Every configuration runs in its own process; they take turns block by block, and the ratios are medians over
     rounds. Leave the machine alone meanwhile.
     """
+    if output is not None:
+        require_writable(output, f"the file {output}")
     kv_dir: Path | None = options["kv_dir"]
     if kv_dir is not None and not kv_dir.is_dir():
-        raise MeasuringError(f"--kv-dir {kv_dir} is no directory", "Name a directory that exists and can be written.")
+        raise DirectoryError(f"--kv-dir {kv_dir} is no directory", "Name a directory that exists and can be written.")
     settings = KVSettings(fidelity=options.pop("fidelity"))
     if settings.fidelity == "lossy":
-        raise MeasuringError("--fidelity lossy has no row here: what it reads depends on the budget", "Take bounded:EPS.")
+        raise UsageError("--fidelity lossy has no row here: what it reads depends on the budget", "Take bounded:EPS.")
     fidelity = settings.fidelity if settings.eps is not None else None
     options["computed"] = options["computed"] or fidelity is not None
     plan = BenchPlan(model=find_model(model), prefill=n_prefill, fidelity=fidelity, tiers=not no_tiers, text=read_text(text_file), **options)
     start = time.monotonic()
-    with terminable(), StatusLine() as status:
+    with terminable("nothing was written"), StatusLine() as status:
         result = run(plan, status)
     data = json.dumps(report.to_json(result), indent=2)
-    if output is not None:
-        write_file(output, data + "\n")
-    if as_json:
-        ui.echo(data)
-    else:
-        ui.echo(report.text(result))
-        ui.echo(f"{time.monotonic() - start:.0f} s in all")
+    try:
+        if output is not None:
+            write_file(output, data + "\n")
+    finally:
+        ui.echo(data if as_json else f"{report.text(result)}\n{time.monotonic() - start:.0f} s in all")
     for name, error in result.failures:
         click.echo(f"{name}: {error}", err=True)
     if result.failures:

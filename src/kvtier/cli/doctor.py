@@ -46,7 +46,7 @@ def _show(findings: list[Finding]) -> None:
     for finding in findings:
         # Long texts go on under their own column; a path is never broken.
         lines = textwrap.wrap(finding.text, _width() - 28, break_long_words=False, break_on_hyphens=False) or [""]
-        ui.echo(f"{click.style(f'{finding.status:4}', fg=_COLOURS[finding.status])}  {finding.name:20}  {lines[0]}")
+        ui.echo_styled((f"{finding.status:4}", _COLOURS[finding.status]), f"  {finding.name:20}  {lines[0]}")
         for line in lines[1:]:
             ui.echo(" " * 28 + line)
     advice = [finding for finding in findings if finding.hint]

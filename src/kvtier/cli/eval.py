@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..errors import UsageError
 from ..evaluation import report
 from ..evaluation.rows import EXACT, REFERENCE, STOCK_TYPES, RowFile, default_rows, find_rows, stock_row
 from ..evaluation.run import EvaluationPlan, Report, evaluate
@@ -18,11 +19,12 @@ from ..evaluation.tasks.run import TaskPlan, evaluate_tasks
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
-from ..measuring.text import read_text
 from ..models import cache_dir
+from ..outputs import require_writable
 from . import ui
 from .measured import default_threads, find_model, terminable, write_file
 from .options import BATCH, TOKENS, option
+from .texts import read_text
 
 
 def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tuple[list[Configuration], Configuration]:
@@ -115,7 +117,9 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
     interrupted run goes on where it stopped.
     """
     if min(options["n_prefix"], options["n_tokens"]) < 1:
-        raise MeasuringError("--prefix and --tokens must be at least 1")
+        raise UsageError(f"--prefix {options['n_prefix']} and --tokens {options['n_tokens']}: one of them is below 1", "Take at least 1 of each.")
+    if options["csv_file"] is not None:
+        require_writable(options["csv_file"], f"the file {options['csv_file']}")
     names = None if tasks is None else task_names(tasks)
     rows, reference = _chosen(options["only"], options["reference"], in_tasks=names is not None)
     path, text = find_model(model), read_text(text_file)
@@ -148,7 +152,7 @@ def _task_plan(
 
 
 def _divergence(plan: EvaluationPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    with terminable(), StatusLine() as status:
+    with terminable(_kept(file)), StatusLine() as status:
         result = evaluate(plan, file, _progress(status), options["keep_logits"])
     _show(
         options,
@@ -160,7 +164,7 @@ def _divergence(plan: EvaluationPlan, file: RowFile, options: dict[str, Any]) ->
 
 
 def _tasks(plan: TaskPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    with terminable(), StatusLine() as status:
+    with terminable(_kept(file)), StatusLine() as status:
         result = evaluate_tasks(plan, file, _progress(status))
     _show(
         options,
@@ -171,11 +175,17 @@ def _tasks(plan: TaskPlan, file: RowFile, options: dict[str, Any]) -> tuple[tupl
     return result.failures
 
 
+def _kept(file: RowFile) -> str:
+    return f"what is finished is kept in {file.path}, and the same command goes on from there"
+
+
 def _progress(status: StatusLine) -> Report:
     return lambda row, phase, done, total: status(f"{row}: {phase}, {done:,} of {total:,} tokens")
 
 
 def _show(options: dict[str, Any], as_csv: str, values: dict[str, Any], text: str) -> None:
-    if options["csv_file"] is not None:
-        write_file(options["csv_file"], as_csv)
-    ui.echo(json.dumps(values, indent=2) if options["as_json"] else text)
+    try:
+        if options["csv_file"] is not None:
+            write_file(options["csv_file"], as_csv)
+    finally:
+        ui.echo(json.dumps(values, indent=2) if options["as_json"] else text)

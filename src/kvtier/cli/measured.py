@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 import click
 
 from .. import gguf
-from ..measuring.errors import MeasuringError
 from ..models import resolve
+from ..outputs import unwritable
 from ..sizes import parse_tokens
 from . import ui
 from .options import ParamType
@@ -53,16 +53,19 @@ def default_threads() -> int:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a result. Raises MeasuringError."""
+    """Write a result. Raises OutputError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MeasuringError(f"cannot write {path}: {error.strerror}", "Name another file.") from None
+        raise unwritable(f"the file {path}", error) from None
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block the way SIGINT does, through its cleanup: processes ended, page files removed."""
+def terminable(kept: str) -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block the way SIGINT does, through its cleanup: processes ended, page files removed.
+
+    Then a line says what is `kept`.
+    """
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -70,6 +73,10 @@ def terminable() -> Iterator[None]:
     before = {signum: signal.signal(signum, end) for signum in endings()}
     try:
         yield
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(OSError):  # of a terminal that was closed
+            ui.say(f"stopped: {kept}")
+        raise
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -170,7 +170,7 @@ def kv_options(function: F) -> F:
                 "--kv-read-budget",
                 type=TOKENS,
                 metavar="TOKENS",
-                help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded.",
+                help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded; at least 96, the first and newest pages.",
             ),
             option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
             option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),

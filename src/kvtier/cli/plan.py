@@ -53,7 +53,15 @@ def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | N
     if as_json:
         ui.echo(json.dumps(_as_json(plan, words, commands), indent=2, default=str))
     else:
-        _show(plan, commands)
+        _show(plan, commands, _title(plan, model))
+
+
+def _title(plan: Plan, model: str | None) -> str:
+    """The name that was asked for, where it is one of `kvtier models`, and what the file calls itself."""
+    from ..models import known_models
+
+    name, architecture = plan.shape.name, plan.shape.architecture
+    return f"{model} ({name}, {architecture})" if model in known_models() and not Path(model).is_file() else f"{name} ({architecture})"
 
 
 def _as_asked(options: dict[str, Any]) -> list[str]:
@@ -87,13 +95,13 @@ def _as_json(plan: Plan, model: list[str], commands: list[str]) -> dict[str, Any
     return out
 
 
-def _show(plan: Plan, commands: list[str]) -> None:
+def _show(plan: Plan, commands: list[str], title: str) -> None:
     shape = plan.shape
     sliding = sum(layer.slides for layer in shape.attention)
     kinds = [f"{len(shape.attention) - sliding} full"] if sliding < len(shape.attention) else []
     kinds += [f"{sliding} sliding over {shape.n_swa:,}"] if sliding else []
     kinds += [f"{shape.n_state_layers} recurrent"] if shape.n_state_layers else []
-    ui.echo(f"{shape.name} ({shape.architecture}): trained for {shape.n_ctx_train:,} tokens")
+    ui.echo(f"{title}: trained for {shape.n_ctx_train:,} tokens")
     ui.echo(f"Layers with a cache: {', '.join(kinds) or 'none'}")
     ui.echo(f"Context: {plan.n_ctx:,} tokens, {plan.request.n_ubatch:,} at a time during prefill\n")
     rows = [("Weights", format_bytes(plan.weight_bytes))]

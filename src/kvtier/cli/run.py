@@ -28,7 +28,6 @@ from .options import (
     kv_options,
     kv_settings,
     not_ours,
-    not_utf8,
     option,
     policy_option,
     require_utf8,
@@ -36,6 +35,7 @@ from .options import (
 )
 from .signals import StopFlag
 from .streaming import streaming
+from .texts import read_file
 
 if TYPE_CHECKING:
     from ..generation import Generation, Sampling
@@ -179,6 +179,8 @@ def command(
     """
     model = _one_model(model, model_option)
     settings = kv_settings(options)
+    if settings.fidelity == "lossy" and settings.host is None:
+        ui.warn("--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory")
     options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")
     require_utf8_path(settings.dir, "the directory of the disk tier")
@@ -210,7 +212,7 @@ def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | 
     if prompt is not None and file is not None:
         raise UsageError("both a prompt (-p) and a file (-f) are given", "Give one of them.")
     if file is not None:
-        return _read_text(file)
+        return read_file(file, "the prompt file", "Check the path given with -f.")
     if prompt is not None:
         require_utf8(prompt, "the prompt")
     if prompt is None and (as_json or not sys.stdin.isatty()):
@@ -219,20 +221,6 @@ def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | 
             "Give one with -p TEXT or -f FILE; -f - reads standard input.",
         )
     return prompt
-
-
-def _read_text(file: Path) -> str:
-    name = "standard input" if str(file) == "-" else str(file)
-    try:
-        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-    except OSError as err:
-        raise UsageError(
-            f"the prompt file {name} cannot be read: {err.strerror}", "Check the path given with -f."
-        ) from err
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as err:
-        raise not_utf8(name, raw[err.start], err.start) from err
 
 
 def _one_model(argument: str | None, option: str | None) -> str | None:

@@ -14,11 +14,12 @@ import click
 
 from ..errors import CancelledError, UsageError
 from ..measuring.progress import StatusLine
-from ..measuring.text import library_text, read_text
+from ..outputs import aside, require_writable
 from . import ui
 from .measured import NumbersParam, default_threads, find_model
 from .options import TOKENS
 from .signals import StopFlag
+from .texts import read_text
 
 if TYPE_CHECKING:
     from ..scorer.quality import Quality
@@ -76,9 +77,9 @@ def train_command(
     from ..scorer.recipe import train_on
     from ..scorer.train import Training
 
-    with _session(folder) as (where, stop, progress):
+    with _session(folder, output) as (where, stop, progress):
         traces, judges = _recorded(texts, held_out, where, recording, stop, progress)
-        outcome = train_on(traces, judges, Training(steps=steps, seed=seed), progress)
+        outcome = train_on(traces, judges, Training(steps=steps, seed=seed), _stoppable(progress, stop))
     outcome.scorer.save(output)
     _show(outcome.quality, as_json, scorer=str(output), n_examples=outcome.n_examples, about=outcome.scorer.about)
 
@@ -108,9 +109,9 @@ def tune_command(
     from ..scorer.train import Training
 
     scorer = load(source) if source is not None else shipped()
-    with _session(folder) as (where, stop, progress):
+    with _session(folder, output) as (where, stop, progress):
         traces, judges = _recorded(texts, held_out, where, recording, stop, progress)
-        outcome = tune_on(scorer, traces, judges, Training(steps=steps, rate=5e-4, seed=seed), progress)
+        outcome = tune_on(scorer, traces, judges, Training(steps=steps, rate=5e-4, seed=seed), _stoppable(progress, stop))
     outcome.scorer.save(output)
     _show(outcome.quality, as_json, outcome.before, scorer=str(output), n_examples=outcome.n_examples, about=outcome.scorer.about)
 
@@ -119,18 +120,24 @@ def tune_command(
 @click.argument("texts", nargs=-1)
 @click.option("--from", "source", type=click.Path(path_type=Path), help="The scorer to judge.  [default: the one of the package]")
 @click.option("--trace", "trace_files", multiple=True, type=click.Path(path_type=Path), help="Judge by this recorded trace; may be repeated.")
+@click.option("--partial", is_flag=True, help="Use what is there of a trace that was cut short.")
 @_recording("2k,6k", "768")
-def report_command(texts: tuple[str, ...], source: Path | None, trace_files: tuple[Path, ...], as_json: bool, folder: Path | None, **recording: Any) -> None:
+def report_command(
+    texts: tuple[str, ...], source: Path | None, trace_files: tuple[Path, ...], partial: bool, as_json: bool, folder: Path | None, **recording: Any
+) -> None:
     """Judge a scorer by TEXTS or recorded traces: how well it ranks pages by the mass they then get."""
     from ..scorer.model import load, shipped
     from ..scorer.quality import quality
     from ..scorer.recipe import record_all
+    from ..scorer.samples import require_length
     from ..trace import read_trace
 
     if not texts and not trace_files:
         raise UsageError("there is nothing to judge by", "Give a TEXT, or a trace with --trace.")
     scorer = load(source) if source is not None else shipped()
-    traces = [read_trace(path) for path in trace_files]
+    traces = [read_trace(path, partial) for path in trace_files]
+    for path, trace in zip(trace_files, traces, strict=True):
+        require_length(trace.n_steps, f"the trace {path} has {trace.n_steps:,} steps, which are too few to judge by")
     with _session(folder) as (where, stop, progress):
         if texts:
             models = [find_model(model) for model in recording["models"]]
@@ -140,18 +147,40 @@ def report_command(texts: tuple[str, ...], source: Path | None, trace_files: tup
 
 
 @contextmanager
-def _session(folder: Path | None) -> Iterator[tuple[Path, StopFlag, Progress]]:
-    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it is."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-") as temporary, StopFlag() as stop, StatusLine() as status:
-        where = folder or Path(temporary)
-        try:
-            where.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise UsageError(f"the folder {where} cannot be made: {err.strerror}", "Name another one with --traces.") from err
-        try:
-            yield where, stop, lambda text, done, total: status(f"{text}: {done:,} of {total:,}")
-        except CancelledError:
-            click.get_current_context().exit(stop.exit_code)
+def _session(folder: Path | None, output: Path | None = None) -> Iterator[tuple[Path, StopFlag, Progress]]:
+    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it is.
+
+    `output` is checked before: what takes long should not fail at its end.
+    """
+    if output is not None:
+        require_writable(aside(output), f"the scorer {output}")
+    stop = StopFlag()
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvtier-") as temporary, stop, StatusLine() as status:
+            yield _folder(folder or Path(temporary)), stop, lambda text, done, total: status(f"{text}: {done:,} of {total:,}")
+    except CancelledError:
+        kept = "" if folder is None else f"; finished recordings are kept in {folder}"
+        ui.say(f"stopped: nothing was written{'' if output is None else f' to {output}'}{kept}")
+        click.get_current_context().exit(stop.exit_code)
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise UsageError(f"the folder {path} cannot be made: {err.strerror}", "Name another one with --traces.") from err
+    return path
+
+
+def _stoppable(progress: Progress, stop: StopFlag) -> Progress:
+    """Raises CancelledError once it is to stop."""
+
+    def report(text: str, done: int, total: int) -> None:
+        if stop():
+            raise CancelledError("stopped")
+        progress(text, done, total)
+
+    return report
 
 
 def _recorded(
@@ -182,7 +211,7 @@ def _text(name: str) -> Text:
     from ..scorer.recipe import Text
 
     runtime.log.muted = True
-    return Text("Python's standard library", library_text()) if name == LIBRARY else Text(Path(name).name, read_text(Path(name)))
+    return Text("Python's standard library", read_text(None)) if name == LIBRARY else Text(Path(name).name, read_text(Path(name)))
 
 
 def _show(table: Sequence[Quality], as_json: bool, before: Sequence[Quality] | None = None, **about: Any) -> None:

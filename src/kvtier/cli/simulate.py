@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..simulator.run import Result
 
 
+ALL = "all"
+
+
 class SharesParam(ParamType):
     """A list of shares: "0.5,0.35,0.2" or "50%,20%"."""
 
@@ -38,7 +41,7 @@ class SharesParam(ParamType):
 
 @click.command("simulate", context_settings={"show_default": True})
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@option("--policy", "policies", metavar="NAMES", help="Policies, with commas between; 'oracle' knows the future.  [default: all]")
+@option("--policy", "policies", metavar="NAMES", default=ALL, help="Policies, with commas between; 'oracle' knows the future.")
 @option("--keep", "keeps", type=SharesParam(), default="0.5,0.35,0.2", metavar="SHARES", help="Shares of the pages that RAM holds.")
 @click.option("--mode", type=click.Choice(["lossy", "disk"]), default="lossy", help="lossy: what leaves RAM is gone. disk: it can come back.")
 @click.option("--every", type=click.IntRange(1, 4096), default=16, help="Steps from one plan to the next.")
@@ -49,7 +52,7 @@ class SharesParam(ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def command(
     traces: tuple[Path, ...],
-    policies: str | None,
+    policies: str,
     keeps: tuple[float, ...],
     mode: str,
     every: int,
@@ -64,13 +67,12 @@ def command(
     For each policy and budget: the eviction hit rate (share of the attention mass that went to pages which had been
     evicted), the information recall (share on pages still held) and the worst recall over 64 steps in a row.
     """
-    from ..policies.registry import names
-    from ..simulator.run import ORACLE, Setting, compare, make
+    from ..simulator.run import Setting, compare, make
     from ..trace import read_trace
 
-    wanted = [name.strip() for name in policies.split(",") if name.strip()] if policies is not None else [*names(), ORACLE]
-    if not wanted:
-        raise UsageError("no policy is named", f"Policies: {', '.join(names())}, {ORACLE}.")
+    if per_step and not as_json:
+        raise UsageError("the figures of every step (--per-step) do not fit a table", "Add --json, or leave --per-step out.")
+    wanted = _wanted(policies)
     loaded = [read_trace(path, partial) for path in traces]
     for name in wanted:
         make(name, loaded[0])  # an unknown name is an error before anything is computed
@@ -81,6 +83,18 @@ def command(
         ui.echo(json.dumps([_as_json(result, path, per_step) for results in table for result, path in zip(results, traces, strict=True)]))
         return
     ui.table([_row(results) for results in table], header=("policy", "keep", "hit rate", "recall", "worst recall", "moved", "plan"), stderr=False)
+
+
+def _wanted(policies: str) -> list[str]:
+    """The names in a list, each once. Raises UsageError if there are none."""
+    from ..policies.registry import names
+    from ..simulator.run import ORACLE
+
+    known = (*names(), ORACLE)
+    asked = [name.strip() for name in policies.split(",") if name.strip()]
+    if not asked:
+        raise UsageError("no policy is named", f"Policies: {', '.join(known)}; all is all of them.")
+    return list(dict.fromkeys(name for word in asked for name in (known if word.lower() == ALL else (word,))))
 
 
 def _as_json(result: Result, path: Path, per_step: bool) -> dict[str, Any]:

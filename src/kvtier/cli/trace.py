@@ -8,13 +8,15 @@ from pathlib import Path
 
 import click
 
+from ..errors import UsageError
 from ..measuring.progress import StatusLine
-from ..measuring.text import read_text
+from ..outputs import aside, require_writable
 from ..sizes import format_bytes
 from . import ui
 from .measured import default_threads, find_model
 from .options import TOKENS, option
 from .signals import StopFlag
+from .texts import read_text
 
 
 @click.group("trace")
@@ -52,10 +54,12 @@ def record_command(
     """Record the attention mass of a text, one token at a time.
 
     MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one. Layers that see only a sliding window
-    are left out. Ctrl-C ends the recording early; what was recorded until then can be used.
+    are left out. Ctrl-C ends the recording early; what was recorded until then can be used. The trace appears when it is
+    whole: until then it is in OUTPUT.part, and one that is there already stays.
     """
     if min(n_prefix, n_tokens) < 1:
-        raise click.UsageError("--prefix and --tokens must be at least 1")
+        raise UsageError(f"--prefix {n_prefix} and --tokens {n_tokens}: one of them is below 1", "Take at least 1 of each.")
+    require_writable(aside(output), f"the trace {output}")
     path = find_model(model)
     text = read_text(text_file)
     from .. import runtime

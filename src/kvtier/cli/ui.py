@@ -6,14 +6,15 @@ import errno
 import logging
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.cells import chop_cells
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -53,13 +54,21 @@ def console(stderr: bool = True) -> Console:
     """A console on the stream as it is now; plain text when the stream is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
     # Without a terminal the width is nobody's: lines are not wrapped.
-    return _Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else 200)
+    is_terminal = stream.isatty()
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return _Console(file=stream, highlight=False, soft_wrap=not is_terminal, width=None if is_terminal else 200, color_system=colours)
 
 
 def echo(text: str = "", nl: bool = True) -> None:
     """Text on stdout, flushed. Raises OutputError."""
     with _writing():
         click.echo(text, nl=nl)
+
+
+def echo_styled(*parts: str | tuple[str, str]) -> None:
+    """A line on stdout, of texts and of (text, style) for terminals that have styles. Raises OutputError."""
+    with _writing():
+        console(stderr=False).print(Text.assemble(*parts), soft_wrap=True)
 
 
 @contextmanager
@@ -293,7 +302,7 @@ class LivePanel:
 
     def _lines(self, seen: Look) -> list[Text]:
         """As many lines as the terminal has room for, the most telling first."""
-        lines = [_rate_line(seen), *map(_tier_line, seen.tiers), _heat_line(seen, self._strip()), _recall_line(seen)]
+        lines = panel_lines(seen, self._strip(), max(20, self._out.width - 4))  # borders, and a space at each
         room = max(1, self._out.height - 4)  # borders, the row of text, the cursor
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
@@ -307,28 +316,49 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3g} %"
 
 
-def _rate_line(seen: Look) -> Text:
-    preset = f"  {seen.preset}" if seen.preset else ""
-    return Text.assemble((format_rate(seen.per_s), "bold"), f"  {seen.n_tokens:,} tokens{preset}")
+def panel_lines(seen: Look, strip: str, width: int) -> list[Text]:
+    """What the panel says, in rows of at most `width` cells; `strip` are the characters for more and more heat."""
+    rate = [format_rate(seen.per_s), f"{seen.n_tokens:,} tokens", *([seen.preset] if seen.preset else [])]
+    first, *more = _packed(rate, "  ", width)
+    first.stylize("bold", 0, len(rate[0]))
+    tiers = [row for tier in seen.tiers for row in _packed(_tier_parts(tier), ", ", width)]
+    return [first, *more, *tiers, *_heat_lines(seen, strip, width), *_packed(_recall_parts(seen), ", ", width)]
 
 
-def _tier_line(tier: TierLook) -> Text:
+def _packed(parts: Sequence[str], comma: str, width: int) -> list[Text]:
+    """As many parts in a row as it holds; one that no row holds is broken at spaces."""
+    rows: list[str] = []
+    for part in parts:
+        if rows and cell_len(rows[-1] + comma + part) <= width:
+            rows[-1] += comma + part
+        else:
+            rows += [part] if cell_len(part) <= width else textwrap.wrap(part, width)
+    return [Text(row) for row in rows]
+
+
+def _tier_parts(tier: TierLook) -> list[str]:
     budget = f" of {format_bytes(tier.budget_bytes)}" if tier.budget_bytes is not None else ""
-    return Text(f"{_TIER_NAMES[tier.name]:<6} {format_bytes(tier.used_bytes)}{budget}, {tier.n_pages:,} pages")
+    return [f"{_TIER_NAMES[tier.name]:<6} {format_bytes(tier.used_bytes)}{budget}", f"{tier.n_pages:,} pages"]
 
 
-def _heat_line(seen: Look, strip: str) -> Text:
-    """One character per layer: how much of the layer was read, or how far its attention spreads."""
-    line = Text("layers ")
+def _heat_lines(seen: Look, strip: str, width: int) -> list[Text]:
+    """One character per layer: how much of the layer was read, or how far its attention spreads; then what that is."""
+    bar = Text()
     for x in seen.heat:
         level = min(len(strip) - 1, max(0, round(x * (len(strip) - 1))))
-        line.append(strip[level], style="green" if x < 1 / 3 else "yellow" if x < 2 / 3 else "red")
+        bar.append(strip[level], style="green" if x < 1 / 3 else "yellow" if x < 2 / 3 else "red")
     mean = sum(seen.heat) / len(seen.heat) if seen.heat else None
-    line.append(f" {_HEAT_NAMES[seen.heat_of]} {_share(mean)}")
-    return line
+    note = f"{_HEAT_NAMES[seen.heat_of]} {_share(mean)}"
+    label = "layers "
+    room = width - len(label)
+    rows = [Text.assemble(label if i == 0 else " " * len(label), bar[i : i + room]) for i in range(0, max(1, len(bar)), room)]
+    if rows[-1].cell_len + 1 + len(note) > width:
+        return [*rows, *_packed([note], "", width)]
+    return [*rows[:-1], Text.assemble(rows[-1], " ", note)]
 
 
-def _recall_line(seen: Look) -> Text:
+def _recall_parts(seen: Look) -> list[str]:
     skipped = "-" if seen.omitted is None else f"{_share(seen.omitted)} (at most {_share(seen.omitted_bound)})"
-    gone = f", {seen.n_gone:,} pages gone" if seen.n_gone else ""
-    return Text(f"skipped {skipped}, recall {_share(seen.recall)}, hits {_share(seen.page_hits)}, attention outside RAM {_share(seen.evicted_mass)}{gone}")
+    gone = [f"{seen.n_gone:,} pages gone"] if seen.n_gone else []
+    shares = (f"recall {_share(seen.recall)}", f"hits {_share(seen.page_hits)}", f"attention outside RAM {_share(seen.evicted_mass)}")
+    return [f"skipped {skipped}", *shares, *gone]

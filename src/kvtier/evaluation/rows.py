@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..errors import OutputError
 from ..measuring.config import Configuration
-from ..measuring.errors import MeasuringError
 from ..measuring.spec import SpecError, parse_spec
 from .divergence import Divergence, summarise
 from .readings import Readings, readings
@@ -127,14 +127,14 @@ class RowFile:
         self.path = path
 
     def make_folder(self) -> None:
-        """Make the file's folder where there is none. Raises MeasuringError."""
+        """Make the file's folder where there is none. Raises OutputError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._refusal(error) from None
 
-    def _refusal(self, error: OSError) -> MeasuringError:
-        return MeasuringError(f"cannot write {self.path}: {error}", "Name another file with --rows FILE.")
+    def _refusal(self, error: OSError) -> OutputError:
+        return OutputError(f"the file of finished rows {self.path} cannot be written: {error.strerror}", "Name another file with --rows FILE.")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
@@ -161,7 +161,7 @@ class RowFile:
         return found
 
     def add(self, key: str, row: Row) -> None:
-        """Append a row, on disk when this returns. Raises MeasuringError."""
+        """Append a row, on disk when this returns. Raises OutputError."""
         line = json.dumps({"key": key, "row": row.to_dict()})
         self.make_folder()
         try:

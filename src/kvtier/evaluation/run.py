@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._native import library_path
+from ..errors import UsageError
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
@@ -134,13 +135,13 @@ def _for_reference(config: Configuration) -> Configuration:
 
 
 def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
-    """Token ids of the plan's text and the context that the model was trained for."""
+    """Token ids of the plan's text and the context that the model was trained for. Raises UsageError for a text too short."""
     opening = Opening(str(plan.model), Configuration("tokeniser"), 256, 1)
     with Child(opening) as child:
         tokens: list[int] = child.ask("tokenize", text=plan.text)["tokens"]
         needed = plan.n_prefix + plan.n_tokens + 1
         if len(tokens) < needed:
-            raise MeasuringError(
+            raise UsageError(
                 f"the text has {len(tokens):,} tokens; {needed:,} are needed",
                 "Give a longer text (-f FILE), or ask for less with --prefix and --tokens.",
             )
@@ -192,7 +193,7 @@ def _evaluate(run: _Run, keep_logits: bool) -> Evaluation:
         try:
             row = run.measure(config, write=False)
         except MeasuringError as error:
-            failures.append((config.name, str(error)))
+            failures.append((config.name, error.about(config.name)))
             continue
         file.add(keys[config.name], row)
         found[config.name] = row

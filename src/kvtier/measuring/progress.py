@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 
 
 class StatusLine:
-    """A line that is written over, silent where stderr is no terminal. A context manager that wipes it at the end."""
+    """A line that is written over, silent where stderr is no terminal that can do that. A context manager that wipes it at the end."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty()
+        self._on = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
     def __call__(self, text: str) -> None:
         if self._on:

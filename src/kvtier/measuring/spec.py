@@ -15,7 +15,7 @@ from ..errors import KvtierError, SettingsError, UsageError
 from ..lossy.settings import MemorySettings, memory_for
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
-from ..settings import KVSettings
+from ..settings import LEAST_SHARE, KVSettings
 from ..sizes import parse_share, parse_tokens
 from .config import GGML_TYPES, Configuration, EngineName
 
@@ -53,6 +53,8 @@ def parse_spec(text: str) -> Configuration:
             "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.",
         )
     pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), *memory_keys(), KEEP_KEY, POLICY_KEY))
+    if not pairs:
+        raise SpecError(f"{text!r} has nothing after the colon", "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.")
     policy = pairs.pop(POLICY_KEY, "")
     keep = pairs.pop(KEEP_KEY, "")
     parts = {name: pairs.pop(key) for key, name in memory_keys().items() if key in pairs}
@@ -63,6 +65,8 @@ def parse_spec(text: str) -> Configuration:
             return Configuration(spec, "stock", asked[0] or "f16", asked[1] or "f16", flash_attn)
         share = _share(keep, pairs) if keep else 0.0
         settings = _settings(spec, pairs).with_cache_types(*asked)
+        if keep and settings.disk is None and settings.fidelity != "lossy":
+            raise SettingsError(f"keep is '{keep}', and the rest of the cache has nowhere to go", "Add fidelity=lossy or disk=BYTES, or leave keep out.")
         if settings.fidelity == "lossy":
             policy = policy or LOSSY_DEFAULT  # as a run has it
         base = create_policy(policy).name if policy else ""  # an unknown one is an error here
@@ -127,8 +131,8 @@ def _share(text: str, pairs: dict[str, str]) -> float:
         share = parse_share(text)
     except ValueError:
         share = 0.0
-    if not 0.0 < share <= 1.0:
-        raise SettingsError(f"keep is '{text}', which is no share of a cache", "Take 1% to 100%.")
+    if not LEAST_SHARE <= share <= 1.0:
+        raise SettingsError(f"keep is '{text}', which is no share of a cache from 1% to 100%", "Take for example 20%.")
     return share
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, cast
@@ -35,8 +35,8 @@ def names() -> tuple[str, ...]:
     return (*BUILT_IN, *sorted(name for name in _third_party() if name not in BUILT_IN))
 
 
-def create(text: str, seed: int = 0) -> Policy:
-    """A new policy from its name and, after colons, parameters (policies/parameters.py).
+def create(text: str, seed: int = 0, others: Sequence[str] = ()) -> Policy:
+    """A new policy from its name and, after colons, parameters (policies/parameters.py). `others` are names that the caller knows besides.
 
     Raises UsageError for an unknown name or parameter, PolicyError if a third party's cannot be made.
     """
@@ -48,7 +48,7 @@ def create(text: str, seed: int = 0) -> Policy:
     third = _third_party()
     entry = third.get(name, third.get(wanted))
     if entry is None:
-        raise UsageError(f"no policy is called '{name}'", f"Policies: {', '.join(names())}.")
+        raise UsageError(f"no policy is called '{name}'", f"Policies: {', '.join((*names(), *others))}.")
     try:
         policy = _make(entry.name, entry.load(), pairs, seed)
     except UsageError:

@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutputError, ScorerError
+from ..errors import ScorerError
+from ..outputs import aside, discard, settle, unwritable
 from ..policies.base import PageStats
 from .features import FEATURES, FEATURES_VERSION, LN2, PRESENT, features
 
@@ -88,13 +89,13 @@ class Scorer:
             "sha256": _checksum(arrays, self.about),
         }
         np.savez(buffer, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
-        whole = path.with_name(path.name + ".part")
+        whole = aside(path)
         try:
             whole.write_bytes(buffer.getvalue())
-            whole.replace(path)
+            settle(whole, path)
         except OSError as err:
-            whole.unlink(missing_ok=True)
-            raise OutputError(f"the scorer {path} cannot be written: {err.strerror}", "Name another file.") from err
+            discard(whole, path)
+            raise unwritable(f"the scorer {path}", err) from err
 
 
 def _with_one(w: Floats) -> Floats:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..trace import Trace
 from .model import Scorer
-from .samples import Sample, samples
+from .samples import Sample, require_length, samples
 
 KEPT: Final = (0.1, 0.2, 0.5)
 
@@ -51,12 +51,13 @@ def rankings(scorer: Scorer | None) -> dict[str, Callable[[Sample], Floats]]:
 
 
 def quality(traces: Sequence[Trace], scorer: Scorer | None) -> list[Quality]:
-    """Every ranking over all samples of `traces`."""
+    """Every ranking over all samples of `traces`. Raises UsageError if there are none."""
     found = [sample for trace in traces for sample in samples(trace)]
+    require_length(max((trace.n_steps for trace in traces), default=0), "no trace has enough steps to judge by")
     table = []
     for name, rank in rankings(scorer).items():
         rows = [(spearman(score, s.future), *(mass_recall(score, s.future, kept) for kept in KEPT)) for s in found for score in (rank(s),)]
-        spearmans, *recalls = np.mean(rows, axis=0).tolist() if rows else [0.0] * (1 + len(KEPT))
+        spearmans, *recalls = np.mean(rows, axis=0).tolist()
         table.append(Quality(name, spearmans, tuple(recalls)))
     return table
 

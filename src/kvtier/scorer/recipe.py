@@ -12,12 +12,11 @@ from ..errors import CancelledError, TraceError, UsageError
 from ..trace import Trace, read_trace
 from .model import Scorer
 from .quality import Quality, quality
-from .samples import FIRST_STEP, HORIZON, Floats, pooled
+from .samples import LEAST_STEPS, Floats, pooled, require_length
 from .train import Training, train
 
 PREFIXES: Final = (1024, 3072, 6144)
 N_TOKENS: Final = 768
-LEAST_TOKENS: Final = FIRST_STEP + HORIZON[0]
 
 Progress = Callable[[str, int, int], None]
 
@@ -48,8 +47,7 @@ class Segments:
     n_threads: int = 2
 
     def __post_init__(self) -> None:
-        if self.n_tokens < LEAST_TOKENS:
-            raise UsageError(f"{self.n_tokens} tokens are too few to learn from", f"Take at least {LEAST_TOKENS}.")
+        require_length(self.n_tokens, f"{self.n_tokens} tokens are too few to learn from")
         if not self.prefixes or min(self.prefixes) < 1:
             raise UsageError("a prefix has no tokens", "Give prefixes of at least 1 token.")
 
@@ -150,9 +148,9 @@ def tune_on(scorer: Scorer, traces: Sequence[Trace], held_out: Sequence[Trace], 
 
 
 def _examples(traces: Sequence[Trace]) -> tuple[Floats, Floats, Floats]:
-    usable = [trace for trace in traces if trace.n_steps >= LEAST_TOKENS]
+    usable = [trace for trace in traces if trace.n_steps >= LEAST_STEPS]
     if not usable:
-        raise UsageError(f"no trace has the {LEAST_TOKENS:,} steps that are needed to learn from", "Record longer ones.")
+        raise UsageError(f"no trace has the {LEAST_STEPS:,} steps that are needed to learn from", "Record longer ones.")
     return pooled(usable)
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UsageError
 from ..policies.base import PLAN_STEPS, Budgets, PageStats
 from ..simulator.engine import TraceEngine
 from ..trace import Trace
@@ -17,6 +18,7 @@ from .features import features
 EVERY_STEPS: Final = 64  # from one sample to the next
 FIRST_STEP: Final = 64
 HORIZON: Final = (128, 512)  # steps of the future: at least, at most
+LEAST_STEPS: Final = FIRST_STEP + HORIZON[0]  # of a trace that has a sample
 
 Floats = npt.NDArray[np.float32]
 
@@ -35,8 +37,14 @@ class Sample:
     future: Floats
 
 
+def require_length(n_steps: int, what: str) -> None:
+    """Raises UsageError if a recording of so many steps has no sample; `what` names it and says what it is too short for."""
+    if n_steps < LEAST_STEPS:
+        raise UsageError(what, f"Take at least {LEAST_STEPS}.")
+
+
 def samples(trace: Trace, every: int = EVERY_STEPS) -> Iterator[Sample]:
-    """Samples of a trace, with all pages held. None if it is shorter than FIRST_STEP + HORIZON[0] steps."""
+    """Samples of a trace, with all pages held. None if it is shorter than LEAST_STEPS."""
     engine = TraceEngine(trace, Budgets())
     for step in range(trace.n_steps - HORIZON[0] + 1):
         if step % PLAN_STEPS == 0:

@@ -120,7 +120,7 @@ def _check_protected(trace: Trace, setting: Setting, host: int) -> None:
 
 def make(name: str, trace: Trace, seed: int = 0) -> Policy:
     """A policy by name for one trace; "oracle" too. Raises UsageError for an unknown one."""
-    return Oracle(trace) if name.strip().lower() == ORACLE else create(name, seed)
+    return Oracle(trace) if name.strip().lower() == ORACLE else create(name, seed, (ORACLE,))
 
 
 def compare(

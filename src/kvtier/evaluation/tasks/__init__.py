@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...errors import UsageError
-from ...measuring.errors import MeasuringError
 from . import ruler
 from .needle import DEPTHS, needle
 from .prompts import Count, Prompt, Task, sized
@@ -36,7 +35,7 @@ def task_names(text: str) -> tuple[str, ...]:
 def make_prompts(name: str, n_samples: int, n_tokens: int, seed: int, text: str, count: Count) -> list[Prompt]:
     """`n_samples` prompts of a task, each with its answer at most `n_tokens` long; the needle's ten depths equally often.
 
-    Raises MeasuringError where the task or the text has no such length.
+    Raises UsageError where the task or the text has no such length.
     """
     if name == NEEDLE:
         task, n_samples = needle(text), len(DEPTHS) * math.ceil(n_samples / len(DEPTHS))
@@ -53,7 +52,7 @@ def _cwe(seed: int, n_tokens: int, count: Count) -> Task:
         task = ruler.cwe(often, seldom)
         try:
             sized(task, str(seed), 0, n_tokens * 9 // 10, count)  # later prompts may be a bit longer
-        except MeasuringError:
+        except UsageError:
             continue
         return task
     return task

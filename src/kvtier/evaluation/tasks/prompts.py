@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ...measuring.errors import MeasuringError
+from ...errors import UsageError
 
 Count = Callable[[str], int]  # how many tokens a text has
 
@@ -66,14 +66,14 @@ def n_tokens_of(prompt: Prompt, count: Count) -> int:
 
 
 def sized(task: Task, seed: str, index: int, n_tokens: int, count: Count) -> Prompt:
-    """The longest prompt found that leaves room for its answer within `n_tokens`. Raises MeasuringError if none does.
+    """The longest prompt found that leaves room for its answer within `n_tokens`. Raises UsageError if none does.
 
     Its length is a straight line of the size, nearly: each try is a step along it.
     """
     low, prompt = task.least, task.write(seed, index, task.least)
     t_low = n_tokens_of(prompt, count)
     if t_low > n_tokens:
-        raise MeasuringError(f"{task.name} needs {t_low:,} tokens at least; {n_tokens:,} are asked for", "Give a longer --length.")
+        raise UsageError(f"{task.name} needs {t_low:,} tokens at least; {n_tokens:,} are asked for", "Give a longer --length.")
     high: int | None = None if task.most is None else task.most + 1
     slope, n_try = 0.0, 0
     while t_low < _CLOSE * n_tokens and (high is None or high - low > 1) and n_try < _MOST_TRIES:
@@ -88,7 +88,7 @@ def sized(task: Task, seed: str, index: int, n_tokens: int, count: Count) -> Pro
         slope = max((t - t_low) / (size - low), 0.0)
         low, t_low, prompt = size, t, tried
     if task.most is not None and low >= task.most and t_low < _CLOSE * n_tokens:
-        raise MeasuringError(
+        raise UsageError(
             f"{task.name} comes to {t_low:,} tokens at most; {n_tokens:,} are asked for",
             "Give a longer text (-f FILE), or a shorter --length.",
         )

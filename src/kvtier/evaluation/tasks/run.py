@@ -48,7 +48,7 @@ class TaskEvaluation:
 def evaluate_tasks(plan: TaskPlan, file: RowFile, report: Report) -> TaskEvaluation:
     """Measure what is not in `file` yet. A row that fails is reported and does not stop the others.
 
-    Raises MeasuringError for a task or text that has no such length, and when the reference cannot be measured.
+    Raises UsageError for a task or text that has no such length, and MeasuringError when the reference cannot be measured.
     """
     file.make_folder()
     prompts, n_ctx_train = _prompts(plan, report)
@@ -61,7 +61,7 @@ def evaluate_tasks(plan: TaskPlan, file: RowFile, report: Report) -> TaskEvaluat
             try:
                 done.append(run.rows_of(config))
             except MeasuringError as error:
-                failures.append((config.name, str(error)))
+                failures.append((config.name, error.about(config.name)))
     return TaskEvaluation(reference, tuple(done), tuple(failures))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,31 @@ def test_fidelity_is_an_argument_like_any(smollm2_path: Path) -> None:
         for token in range(3):
             model.eval([token + 7])
         assert 0 < model.kv.figures.tokens_read < model.kv.figures.tokens_seen
+
+
+@pytest.mark.parametrize("arguments", [
+    {}, {"kv_disk": "1GiB"}, {"fidelity": "lossy"}, {"fidelity": "bounded"}, {"fidelity": "bounded", "kv_disk": "1GiB", "type_v": "f16"},
+])
+def test_the_least_budget_in_the_error_is_enough(smollm2_path: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    folder = {"kv_dir": tmp_path} if "kv_disk" in arguments else {}
+
+    def first_step(kv_host: str) -> None:
+        with Llama(str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, kv_host=kv_host, **arguments, **folder) as model:
+            model.eval([1])
+
+    with pytest.raises(errors.BudgetError) as found:
+        first_step("128KiB")
+    least = re.search(r"all 30 layers of this cache need (\d+) KiB at the very least", found.value.message)
+    assert least is not None, found.value.message
+    first_step(f"{least[1]}KiB")
+    with pytest.raises(errors.BudgetError):
+        first_step(f"{int(least[1]) * 9 // 10}KiB")
+
+
+@pytest.mark.parametrize("policy", [5, object(), type("Nameless", (), {"plan": lambda *_: None})(), type("Planless", (), {"name": "x"})()])
+def test_an_object_that_is_no_policy(smollm2_path: Path, policy: Any) -> None:
+    with pytest.raises(errors.SettingsError, match="which is no policy"):
+        Llama(str(smollm2_path), policy=policy)
 
 
 def test_less_than_a_page_per_layer(smollm2_path: Path) -> None:

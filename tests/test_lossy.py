@@ -9,8 +9,11 @@ import pytest
 
 from kvtier import Llama
 from kvtier.errors import BudgetError, NativeError, SettingsError, UnsupportedError
+from kvtier.gguf import read_model
+from kvtier.lossy.batch import fitting_batch
 from kvtier.lossy.memory import LossyEngine
 from kvtier.lossy.settings import MemorySettings
+from kvtier.modelshape import shape_of
 from kvtier.settings import KVSettings
 from kvtier.summary import Summary, SummaryCells, SummaryGroup
 
@@ -329,6 +332,29 @@ def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
             if settings.fidelity == "lossy":
                 assert llm.kv.figures.n_gone > 100
     assert kl(logits[0], logits[1]) < 0.5
+
+
+@pytest.mark.parametrize(("name", "budget", "n_batch", "expected"), [
+    ("smollm2_path", "16MiB", 512, 64),    # 22.5 KiB a token: 728 in all, 91 in an eighth
+    ("smollm2_path", "2MiB", 512, 32),     # never less than a page
+    ("smollm2_path", "16MiB", 48, 48),     # never more than asked for
+    ("smollm2_path", "1GiB", 512, 512),
+    ("gemma3_path", "24MiB", 512, 256),    # what windows take is no room
+])
+def test_a_batch_suits_the_budget(name: str, budget: str, n_batch: int, expected: int, request: pytest.FixtureRequest) -> None:
+    shape = shape_of(read_model(request.getfixturevalue(name))[0])
+    assert fitting_batch(shape, KVSettings(host=budget, fidelity="lossy"), n_batch) == expected
+    assert fitting_batch(shape, KVSettings(host=budget), n_batch) == n_batch
+    assert fitting_batch(shape, KVSettings(fidelity="lossy"), n_batch) == n_batch
+
+
+def test_nothing_is_dropped_that_fewer_bits_can_keep(smollm2_path: Path) -> None:
+    """With batches as they are by default, which would otherwise be two thirds of this budget."""
+    with Llama(str(smollm2_path), n_ctx=1536, n_threads=1, verbose=False, fidelity="lossy", kv_host="16MiB", policy="delta") as llm:
+        assert llm.n_batch == 64
+        llm.eval(llm.tokenize(source_text().encode())[:1400])
+        assert llm.kv.figures.n_gone == 0
+        assert llm.kv.figures.tiers["host"].bytes_by_format["q4_0"] > 0
 
 
 def test_a_budget_below_the_windows_is_refused(gemma3_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtier import Llama
-from kvtier.errors import UsageError
+from kvtier.errors import BusyError, InvalidArgumentError, UsageError
 from kvtier.figures import UNLIMITED
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
@@ -260,6 +260,29 @@ def test_memory_is_compacted_every_thousand_tokens(tmp_path: Path) -> None:
         assert placement.settle()
         assert engine.n_compacted == n_compacted
     placement.stop()
+
+
+class _Refuses(_Counts):
+    """An engine that has every page in use for a while, and then no such page."""
+
+    n_asked = 0
+
+    def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
+        self.n_asked += 1
+        raise BusyError("it is in use") if self.n_asked <= 3 else InvalidArgumentError("there is no such page")
+
+
+def test_only_moves_that_are_wrong_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    engine = _Refuses(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
+    placement = Placement(engine, create("sink_window"), report=told.append)
+    while engine.n_asked < 6:
+        assert not told or engine.n_asked > 3
+        placement.advance(16)
+        assert placement.settle()
+    placement.stop()
+    assert placement.figures.n_refused == engine.n_asked
+    assert told == ["a move that the policy wanted was refused (said once): there is no such page"]
 
 
 def test_lossy_has_a_policy_by_default(smollm2_path: Path) -> None:

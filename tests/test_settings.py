@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import KVSettings, _native, placement, runtime
+from kvtier import KVSettings, _native, runtime
 from kvtier.errors import ConfigError, NativeError, SettingsError
 from kvtier.figures import FORMATS
-from kvtier.settings import LEAST_EPS, MAX_EPS, PROTECT_FIRST, PROTECT_LAST
+from kvtier.settings import LEAST_EPS, MAX_EPS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +67,6 @@ def test_the_least_read_budget_is_the_librarys(values: dict[str, Any], least: in
     _native.Domain(KVSettings(fidelity="bounded", read_budget=least, **values).to_native()).close()
     with pytest.raises(SettingsError, match=f"read_budget is {least - 1}\n.*from {least} to .*always read"):
         KVSettings(fidelity="bounded", read_budget=least - 1, **values)
-    assert (PROTECT_FIRST, PROTECT_LAST) == (placement.PROTECT_FIRST, placement.PROTECT_LAST)
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "a,b", "host=1", "ünï", "#hash"])

@@ -25,13 +25,14 @@ from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Obs
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
+from .settings import PROTECT_FIRST, PROTECT_LAST
 
 TIME_LIMIT_S: Final = 5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
 _BYTES_PER_F16: Final = 2.0
-PROTECT_FIRST, PROTECT_LAST, MASS_DECAY = 1, 2, 0.98  # the native library's own defaults
+MASS_DECAY = 0.98  # the native library's own default
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from .. import hardware
 from ..errors import BudgetError, NativeError
 from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
-from ..placement import PROTECT_FIRST, PROTECT_LAST, KVEngine, Placement
+from ..placement import KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
+from ..settings import PROTECT_FIRST, PROTECT_LAST
 from .budget import ShareKeeper
 from .levels import Level, assign, growing, ladder
 from .settings import MemorySettings

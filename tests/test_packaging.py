@@ -60,6 +60,9 @@ def test_the_pin_is_what_is_tested() -> None:
 
 
 def test_the_demo_text_is_longer_than_promised_and_fits(smollm2_path: Path) -> None:
-    text = load("demo-text").text()
+    demo = load("demo-text")
+    text = demo.text()
+    assert text.count(demo.SECRET) == 1 and 0.1 < text.index(demo.SECRET) / len(text) < 0.3
+    assert demo.NUMBER in (ROOT / "Makefile").read_text(encoding="utf-8")
     model = llama_cpp.Llama(str(smollm2_path), vocab_only=True, verbose=False)
     assert 6000 < len(model.tokenize(text.encode())) <= 8192 - 64

@@ -65,7 +65,7 @@ class Llama(llama_cpp.Llama):
             and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
-        n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where an eighth of the budget is fewer.
+        n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is fewer.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
             or become quantized, so that llama.cpp rotates what is rounded (see kvtier.cachetypes).
 
@@ -118,7 +118,8 @@ class Llama(llama_cpp.Llama):
         memory = _memory(settings, chosen, kv_memory)
         headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
         nominal = cache_types(settings, headers[0], *asked)
-        kwargs["n_batch"] = fitting_batch(shape_of(headers[0]), settings, kwargs.get("n_batch", DEFAULT_BATCH))
+        if settings.fidelity == "lossy":
+            kwargs["n_batch"] = fitting_batch(shape_of(headers[0]), settings, kwargs.get("n_batch", DEFAULT_BATCH))
 
         loaded = runtime.load()
         _make_dir(settings)

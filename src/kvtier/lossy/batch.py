@@ -1,7 +1,7 @@
 """How many tokens may be computed together where the cache has a budget that forgets.
 
-Room for a whole batch has to be made before its attention has said what matters. A batch that is large beside the budget
-drops pages that fewer bits would have kept.
+Room for a whole batch has to be made before its attention has said what matters, and at most half of the budget is cleared for
+that: a larger batch drops pages that fewer bits would have kept. Very small ones are no better: each is one look at what attention wants.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Final
 from ..modelshape import AttentionLayer, ModelShape
 from ..settings import KVSettings
 
-LEAST: Final = 32  # tokens: a page
-BUDGET_SHARE: Final = 8  # a batch takes at most one part in so many of the budget
+LEAST: Final = 64  # tokens
+BUDGET_SHARE: Final = 2  # a batch takes at most one part in so many of the budget
 F16_BYTES: Final = 2
 
 
 def fitting_batch(shape: ModelShape, settings: KVSettings, n_batch: int) -> int:
-    """`n_batch` tokens, or as many as go well with the budget of a lossy cache: halved until they do, at least 32."""
+    """`n_batch` tokens, or as many as go well with the budget of a lossy cache: halved until they do, at least 64."""
     if settings.fidelity != "lossy" or settings.host is None:
         return n_batch
     growing = sum(_token_bytes(layer) for layer in shape.attention if not layer.slides)

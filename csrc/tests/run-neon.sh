@@ -15,6 +15,6 @@ for test in test-attention test-recall; do
     rm -f "$build/$test-neon"   # one that does not compile must not be run in an older form
     # shellcheck disable=SC2086  # a list of files
     "$cxx" -std=c++17 -O2 -Wall -Wextra -fno-math-errno -static -pthread -fopenmp -o "$build/$test-neon" \
-        "$here/$test.cpp" "$csrc/store/format.cpp" "$csrc/store/page-layout.cpp" $attention 2>&1 | grep -v -e dlopen -e 'in function `goacc' || true
+        "$here/$test.cpp" "$csrc"/store/*.cpp $attention 2>&1 | grep -v -e dlopen -e 'in function `goacc' || true
     qemu-aarch64 "$build/$test-neon" neon
 done

@@ -2,6 +2,8 @@
 
 #include "store-fixture.h"
 
+#include "../store/bytes-text.h"
+
 #include <set>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -272,7 +274,7 @@ static void test_smallest_budget() {
     const struct kvt_array_params third = array_params(2, 8);
     CHECK_EQ(kvt_store_array_add(s, &third, &a[2]), KVT_ERR_BUDGET);
     CHECK(a[2] == nullptr);
-    CHECK(has(last_error(s), "layer 2") && has(last_error(s), std::to_string(5*SLAB_F16)));
+    CHECK(has(last_error(s), "layer 2") && has(last_error(s), kvt_bytes_text(5*SLAB_F16)));
     for (uint32_t i = 0; i < 8; i++) {
         for (int l = 0; l < 2; l++) {
             CHECK_EQ(write_page(a[l], i, i), KVT_ERR_OK);

@@ -249,7 +249,7 @@ def test_a_look_at_tiers_and_layers(smollm2_path: Path, tmp_path: Path) -> None:
 
 def test_a_look_at_what_is_left_out_or_gone(smollm2_path: Path) -> None:
     looks = []
-    for settings in (KVSettings(fidelity="bounded:0.1"), KVSettings(fidelity="lossy", host="8MiB")):
+    for settings in (KVSettings(fidelity="bounded:0.1"), KVSettings(fidelity="lossy", host="3MiB")):
         with Llama(str(smollm2_path), n_ctx=1024, kv_settings=settings, n_threads=1, verbose=False) as llm:
             tokens = llm.tokenize(b"The river is cold and the hills are far away. " * 50)
             generation = Generation(llm, tokens, Sampling(n_predict=4, temp=0.0), lambda: False)

@@ -255,12 +255,15 @@ NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
 # What to do about it, where the native message does not say.
 _HINTS: Final[dict[int, str]] = {
     -3: "Give the host tier a smaller budget (--kv-host), or close other programs.",
-    -4: "Raise the host budget (--kv-host).",  # the message itself says where a disk tier would help
+    -4: "Raise the host budget (--kv-host).",
     -5: "Free space in the directory of the disk tier, raise --kv-disk, or choose another --kv-dir.",
     -6: "Check the disk that holds --kv-dir (its log, its free space), or choose another --kv-dir.",
     -7: "The page file was changed or the disk is faulty: run again, with another --kv-dir if it happens again.",
     -8: "Name a directory that exists and can be written, with --kv-dir.",
 }
+
+
+_NO_DISK_HINT: Final = "Raise the host budget (--kv-host), or add a disk tier (--kv-disk and --kv-dir)."
 
 
 def from_code(code: int, message: str) -> NativeError:
@@ -270,4 +273,4 @@ def from_code(code: int, message: str) -> NativeError:
         error = NativeError(message)
         error.code = code
         return error
-    return cls(message, _HINTS.get(code, ""))
+    return cls(message, _NO_DISK_HINT if "no disk tier" in message else _HINTS.get(code, ""))

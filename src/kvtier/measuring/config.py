@@ -111,8 +111,8 @@ class Opening:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config.for_model(self.model, self.n_ctx, self.n_batch))
-        settings = KVSettings.from_native(self.config.settings)
-        if settings.fidelity == "lossy":
+        if "fidelity=lossy" in self.config.settings.splitlines():
+            settings = KVSettings.from_native(self.config.settings)
             object.__setattr__(self, "n_batch", fitting_batch(shape_of(read_model(self.model)[0]), settings, self.n_batch))
 
     def to_dict(self) -> dict[str, Any]:

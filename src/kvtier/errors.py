@@ -273,4 +273,4 @@ def from_code(code: int, message: str) -> NativeError:
         error = NativeError(message)
         error.code = code
         return error
-    return cls(message, _NO_DISK_HINT if "no disk tier" in message else _HINTS.get(code, ""))
+    return cls(message, _NO_DISK_HINT if cls is BudgetError and "no disk tier" in message else _HINTS.get(code, ""))

@@ -133,9 +133,10 @@ bool kvt_cache_propose(kvt_root * k, kvt_root * v, int64_t n_head_kv, int64_t d_
 // The store says what is too little for the layers that it has seen, which come one by one; what a person has to give is
 // enough for every layer of this cache.
 static std::string with_all_layers(const kvt_buffer * buffer, const kvt_array_params & p) {
-    const size_t n_layers = buffer->layers.size();
-    return std::string(kvt_fail_text()) + "; all " + std::to_string(n_layers) + " layers of this cache need " +
-        kvt_bytes_text(buffer->domain->least_host(p, n_layers)) + " at the very least";
+    const size_t      n_layers = buffer->layers.size();
+    const uint64_t    least    = buffer->domain->least_host(p, n_layers);
+    const std::string text     = kvt_fail_text();
+    return least == 0 ? text : text + "; all " + std::to_string(n_layers) + " layers of this cache need " + kvt_bytes_text(least) + " at the very least";
 }
 
 static int make_layer(kvt_cache_layer * cache) {

@@ -35,6 +35,10 @@ static uint64_t protected_bytes(kvt_store * s, int32_t first, int32_t last) {
     });
 }
 
+static uint64_t transit_bytes(uint64_t stride) {
+    return (stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN;
+}
+
 struct frame_sizes { uint64_t transit, slab_max; };
 
 static frame_sizes largest(kvt_store * s) {
@@ -42,7 +46,7 @@ static frame_sizes largest(kvt_store * s) {
     for (const kvt_array * a : s->arrays) {
         for (size_t i = 0; a && i < a->layouts.size(); i++) {
             const uint64_t stride = frame_stride(*a->layouts[i]);
-            z.transit  = std::max<uint64_t>(z.transit, (stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN);
+            z.transit  = std::max(z.transit, transit_bytes(stride));
             z.slab_max = std::max<uint64_t>(z.slab_max, kvt_slab_bytes(s->slabs, stride));
         }
     }
@@ -127,7 +131,7 @@ uint64_t kvt_store_least_host(struct kvt_store * s, const struct kvt_array_param
     const uint64_t stream  = (p->cells_per_stream + (uint64_t) p->geo.page_tokens - 1)/(uint64_t) p->geo.page_tokens;
     const uint64_t kept    = std::min<uint64_t>((uint64_t) s->params.n_protect_first + (uint64_t) s->params.n_protect_last, stream)*p->n_streams;
     const uint64_t n_pages = n_arrays*(s->params.lossy ? kept : 1);
-    const uint64_t transit = s->has_disk ? TRANSIT_MIN*((stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN) : 0;
+    const uint64_t transit = s->has_disk ? TRANSIT_MIN*transit_bytes(stride) : 0;
     slab_pool pool;
     for (uint64_t least = 0;; ) {
         pool.budget_bytes   = least;

@@ -25,7 +25,6 @@ from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Obs
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
-from .settings import PROTECT_FIRST, PROTECT_LAST
 
 TIME_LIMIT_S: Final = 5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
@@ -121,12 +120,12 @@ class KVEngine:
         return self._tracker.stats(looks, self._n_seen, self._n_tokens(looks))
 
     def _shape(self, layers: Sequence[LayerMass]) -> Shape:
-        settings = self._kv.settings
+        protect_first, protect_last = self._kv.settings.protected_pages
         return Shape(
             n_layers=1 + max((layer.figures.layer for layer in layers), default=0),
             page_tokens=layers[0].figures.page_tokens if layers else 1,
-            protect_first=PROTECT_FIRST if settings.protect_first is None else settings.protect_first,
-            protect_last=PROTECT_LAST if settings.protect_last is None else settings.protect_last,
+            protect_first=protect_first,
+            protect_last=protect_last,
         )
 
     def _weight(self, layer: LayerMass) -> float:

@@ -17,6 +17,7 @@ from typing import Final
 from .errors import UsageError
 from .gguf import GgufHeader, TensorInfo
 from .modelshape import AttentionLayer, ModelShape, shape_of
+from .settings import COMPACT
 
 CELL_ALIGN: Final = 256        # llama.cpp rounds contexts and sliding caches up to this many cells
 SUB_PAGE_TOKENS: Final = 32
@@ -30,7 +31,6 @@ MAX_TOKENS: Final = 1 << 24
 LONG_TOKENS: Final = 8192             # from here on bounded fidelity pays, whatever room there is
 LEAST_LOSSY_PERCENT: Final = 20       # of the cache, measured to be usable (docs/lossy.md)
 LOSSY_TYPE: Final = "f16"             # pages of lossy fidelity begin as
-COMPACT: Final = "q8_0"               # keys and values of bounded fidelity
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
 # storage type -> (elements of a block, bytes of a block)

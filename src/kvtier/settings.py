@@ -126,6 +126,11 @@ class KVSettings:
         kind, _, eps = (self.fidelity or "exact").partition(":")
         return float(eps) if kind == "bounded" else None
 
+    @property
+    def protected_pages(self) -> tuple[int, int]:
+        """Pages at the start and at the end of each sequence that never leave RAM, the library's own where nothing is set."""
+        return (PROTECT_FIRST if self.protect_first is None else self.protect_first, PROTECT_LAST if self.protect_last is None else self.protect_last)
+
     def _check_read_budget(self) -> None:
         if self.read_budget is None:
             return
@@ -134,9 +139,7 @@ class KVSettings:
                 f"a read budget of {self.read_budget} tokens is given, but an exact step reads everything",
                 "Add --fidelity bounded:0.05, or leave --kv-read-budget out.",
             )
-        first = PROTECT_FIRST if self.protect_first is None else self.protect_first
-        last = PROTECT_LAST if self.protect_last is None else self.protect_last
-        least = (first + last) * (self.page_tokens or SUB_PAGE_TOKENS)
+        least = sum(self.protected_pages) * (self.page_tokens or SUB_PAGE_TOKENS)
         _check_int("read_budget", self.read_budget, least, (1 << 31) - 1, "the first and newest pages are always read")
 
     def with_cache_types(self, type_k: str | None, type_v: str | None) -> KVSettings:

@@ -16,7 +16,6 @@ from ..figures import FORMATS, LayerFigures
 from ..kv import KVCache
 from ..placement import KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
-from ..settings import PROTECT_FIRST, PROTECT_LAST
 from .budget import ShareKeeper
 from .levels import Level, assign, growing, ladder
 from .settings import MemorySettings
@@ -63,12 +62,10 @@ class LossyEngine(KVEngine):
         layers = [layer.figures for layer in self._cache.layers()]  # none before the first batch
         self._is_checked = bool(layers)
         arrays = {layer.array for layer in growing(layers)}
-        n_first = PROTECT_FIRST if settings.protect_first is None else settings.protect_first
-        n_last = PROTECT_LAST if settings.protect_last is None else settings.protect_last
         own, least = Level(*self._own_formats()), LEAST_SLACK
         for layer in layers:
             levels = ladder(own.fmt_k, own.fmt_v, layer) if self._settings.compress else (own,)
-            n_newest = min(n_first + n_last, layer.n_pages)
+            n_newest = min(sum(settings.protected_pages), layer.n_pages)
             n_older = 0 if layer.array in arrays else layer.n_pages - n_newest
             least += int(SLAB_WASTE * (n_newest * own.page_bytes(layer) + n_older * levels[min(1, len(levels) - 1)].page_bytes(layer)))
         if layers and least > budget:

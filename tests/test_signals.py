@@ -5,38 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from .processes import PATIENCE_S, start, wait_until
 from .texts import source_text
-
-PATIENCE_S = 120.0
-
-
-def _start(*args: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvtier", "run", *map(str, args)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", preexec_fn=_hear_signals)
-
-
-def _hear_signals() -> None:
-    """Under nohup, or in the background of a script, processes begin with signals ignored, and kvtier leaves it at that."""
-    for signum in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, signal.SIG_DFL)
-
-
-def _wait(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    """Wait until `ready`; the process must still run then."""
-    end = time.monotonic() + PATIENCE_S
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def _blocks(folder: Path) -> int:
@@ -56,8 +30,8 @@ def prefill(smollm2_path: Path, tmp_path: Path) -> tuple[str | Path, ...]:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_during_prefill_and_disk_writes(prefill: tuple[str | Path, ...], signum: signal.Signals) -> None:
     folder = Path(prefill[-1])
-    process = _start(*prefill)
-    _wait(process, lambda: _blocks(folder) > 0)
+    process = start("run", *prefill)
+    wait_until(lambda: _blocks(folder) > 0, process)
     process.send_signal(signum)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signum, err
@@ -67,7 +41,7 @@ def test_during_prefill_and_disk_writes(prefill: tuple[str | Path, ...], signum:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_during_decode_the_text_so_far_is_kept(smollm2_path: Path, signum: signal.Signals) -> None:
-    process = _start(smollm2_path, "-p", "1, 2, 3, 4, 5,", "-n", "-1", "-c", "8k", "--temp", "0")
+    process = start("run", smollm2_path, "-p", "1, 2, 3, 4, 5,", "-n", "-1", "-c", "8k", "--temp", "0")
     assert process.stdout is not None
     first = process.stdout.read(6)
     process.send_signal(signum)
@@ -78,8 +52,8 @@ def test_during_decode_the_text_so_far_is_kept(smollm2_path: Path, signum: signa
 
 def test_json_of_an_interrupted_run(prefill: tuple[str | Path, ...]) -> None:
     folder = Path(prefill[-1])
-    process = _start(*prefill, "--json")
-    _wait(process, lambda: _blocks(folder) > 0)
+    process = start("run", *prefill, "--json")
+    wait_until(lambda: _blocks(folder) > 0, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
@@ -88,12 +62,12 @@ def test_json_of_an_interrupted_run(prefill: tuple[str | Path, ...]) -> None:
 
 def test_what_a_killed_process_left_is_swept_by_the_next(prefill: tuple[str | Path, ...], smollm2_path: Path) -> None:
     folder = Path(prefill[-1])
-    process = _start(*prefill)
-    _wait(process, lambda: _blocks(folder) > 0)
+    process = start("run", *prefill)
+    wait_until(lambda: _blocks(folder) > 0, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=PATIENCE_S)
     assert len(list(folder.iterdir())) == 1
-    after = _start(smollm2_path, "-p", "x", "-n", "1", "-c", "256", *prefill[-6:])
+    after = start("run", smollm2_path, "-p", "x", "-n", "1", "-c", "256", *prefill[-6:])
     out, err = after.communicate(timeout=PATIENCE_S)
     assert after.returncode == 0 and out.strip(), err
     assert list(folder.iterdir()) == []

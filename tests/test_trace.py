@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from kvtier.errors import OutputError, TraceError, UsageError
 from kvtier.trace import CHUNK_STEPS, MASS_OF_CODE, TraceHeader, TraceWriter, encode_mass, read_trace
 from kvtier.tracing import Recording, record
 
+from .processes import PATIENCE_S, start, wait_until
 from .texts import source_text
 from .traces import write_synthetic
 
@@ -208,18 +207,11 @@ def test_a_stop_before_the_first_step_leaves_what_was_there(smollm2_path: Path, 
 
 def test_ctrl_c_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None:
     target, part = tmp_path / "t", tmp_path / "t.part"
-    args = ["trace", "record", str(smollm2_path), "-o", str(target), "--prefix", "64", "--tokens", "8000", "--json"]
-    process = subprocess.Popen([sys.executable, "-m", "kvtier", *args], stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    while not (part.exists() and part.stat().st_size > 2000):
-        assert process.poll() is None
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(1)
-        except subprocess.TimeoutExpired:
-            break
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    process = start("trace", "record", smollm2_path, "-o", target, "--prefix", "64", "--tokens", "8000", "--json")
+    wait_until(lambda: part.stat().st_size > 2000, process)  # the part is there for a moment before, to see whether it can be
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, err
     summary = json.loads(out)
     assert summary["is_stopped"]
     assert read_trace(target).n_steps == summary["n_steps"] > 0

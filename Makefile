@@ -22,7 +22,7 @@ help: ## Show this list
 
 setup: $(VENV)/.kvtier-stamp ## Create .venv with llama.cpp (compiled once, a few minutes) and kvtier
 
-demo: setup build/demo.txt ## Run a 7,000-token text with a third of its KV cache in RAM, the rest on disk
+demo: setup build/demo.txt ## Run a 7,000-token text with two fifths of its KV cache in RAM, the rest on disk
 	@echo "The text asks for a number that stands a fifth into it, and is on disk by then: 7318052."
 	$(BIN)/kvtier run $(MODEL) -c 8k -f build/demo.txt --kv-host 64MiB --kv-disk 1GiB -n 24 --temp 0
 

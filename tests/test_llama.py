@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from kvtier import KVSettings, Llama, errors
+from kvtier import KVSettings, Llama, MemorySettings, errors
 from kvtier.figures import FORMATS, TIERS
 
 from .texts import source_text
@@ -333,6 +333,43 @@ def test_offload_hooks_see_every_page(smollm2_path: Path, tmp_path: Path) -> Non
         assert 0 <= array < model.kv.n_layers and page >= 1
 
 
+def test_what_is_set_aside_is_no_negative_number(smollm2_path: Path) -> None:
+    with Llama(str(smollm2_path), n_ctx=256, verbose=False, fidelity="bounded") as model:
+        model.eval([5, 6, 7])
+        keys = model.kv.figures.reserved_bytes
+        with pytest.raises(errors.NativeError, match="cannot be set aside"):
+            model.kv.reserve(2**64 - 4096)
+        assert model.kv.figures.reserved_bytes == keys > 0
+
+
+def test_offload_hooks_cannot_ask_for_layers(smollm2_path: Path, tmp_path: Path) -> None:
+    answers: list[str] = []
+    with _tiered(smollm2_path, tmp_path) as model:
+        model.eval(_tokens(model, 40))
+        layer = model.kv.layer(0).figures
+        calls: list[Callable[[], object]] = [
+            lambda: model.kv.summary_mass(layer),
+            lambda: model.kv.read_page(layer, 0),
+            lambda: model.kv.set_keep(layer.array, np.zeros(layer.n_pages, np.float32)),
+            lambda: model.kv.set_summary(layer, None),
+        ]
+
+        def ask(*_: Any) -> None:  # another thread may be freeing that layer's cache
+            for call in calls:
+                try:
+                    call()
+                    answers.append("allowed")
+                except errors.NativeError as error:
+                    answers.append(str(error))
+
+        model.kv.on_offload(ask)
+        model.eval(_tokens(model, 300))
+        model.kv.on_offload()
+        calls[0]()
+    assert answers
+    assert all("offload callback" in answer for answer in answers)
+
+
 def test_pages_move_on_request(smollm2_path: Path, tmp_path: Path) -> None:
     with _tiered(smollm2_path, tmp_path, kv_host=None) as model:
         model.eval(_tokens(model, 300))
@@ -361,6 +398,13 @@ def test_stock_models_elsewhere_stay_stock(smollm2_path: Path) -> None:
         make_stock()
         assert made == [True, True]
         assert model.model_params.devices is not None
+
+
+def test_a_lossy_copy_through_pickle(smollm2_path: Path) -> None:
+    memory = MemorySettings(compress=False)
+    with Llama(str(smollm2_path), n_ctx=256, verbose=False, kv_host="64MiB", fidelity="lossy", kv_memory=memory) as model:
+        state = pickle.loads(pickle.dumps({name: value for name, value in model.__getstate__().items() if name != "chat_handler"}))
+    assert (state["kv_memory"], state["policy"]) == (memory, "adaptive")
 
 
 def test_a_copy_through_pickle(smollm2_path: Path) -> None:

@@ -38,7 +38,7 @@ struct kvt_attention {
     struct kvt_attention_stats stats;
     struct kvt_visibility vis;    // for ops that bring none
     struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
-    const uint32_t * pages_read;  // of the last op, in `pages` or `recall`
+    const uint32_t * pages_read;  // of the last op, in `pages`
     size_t n_pages_read;
 };
 

@@ -197,11 +197,11 @@ extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_atte
     }
     err = kvt_summary_run(j);
     if (!err) err = decode ? kvt_decode_run(j) : kvt_prefill_run(j);
-    if (j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
-    if (!err && op->mass) {
+    if (!err && op->mass) {   // before the pages are released: whoever drops one clears its mass
         kvt_summary_add_mass(j);
         err = kvt_mass_apply(j);
     }
+    if (j->n_pages) op->source->release_many(op->source->ctx, j->refs, j->n_pages);
     a->stats.n_steps++;
     a->stats.pages_read += j->n_pages;
     return err;

@@ -2,6 +2,10 @@
 
 #include "attention-impl.h"
 
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
 static int make_layout(int32_t n_head_kv, int32_t d_v, size_t n_subs, struct kvt_page_layout * out) {
     struct kvt_geometry geo = { n_head_kv, 0, d_v, KVT_SUB };
     const int err = kvt_page_layout_init(out, &geo, KVT_FORMAT_F16, kvt_format_supports(KVT_FORMAT_Q8_0, d_v) ? KVT_FORMAT_Q8_0 : KVT_FORMAT_F16);
@@ -48,9 +52,11 @@ extern "C" void kvt_digests_free(struct kvt_digests * d) {
 
 extern "C" void kvt_digests_clear(struct kvt_digests * d) {
     memset(d->valid, 0, d->n_subs);
+    memset(d->data, 0, d->layout.page_bytes);
 }
 
-static void take_mean(struct kvt_digests * d, const struct kvt_page_ref * page, int32_t i_sub, size_t sub) {
+// A mean that is no number would spoil steps that leave nothing of its sub out: nothing times it is no number either.
+static bool take_mean(struct kvt_digests * d, const struct kvt_page_ref * page, int32_t i_sub, size_t sub) {
     const struct kvt_geometry * g = &d->layout.geo;
     const size_t n = (size_t) g->n_head_kv*g->d_v;
     std::vector<float> row(n), sum(n, 0.0f);   // row: all heads of one cell
@@ -60,6 +66,11 @@ static void take_mean(struct kvt_digests * d, const struct kvt_page_ref * page, 
     }
     for (float & x : sum) x *= 1.0f/KVT_SUB;
     kvt_page_put_f32(&d->layout, d->data, KVT_PART_V, (int32_t) sub, sum.data());
+    kvt_page_get_f32(&d->layout, d->data, KVT_PART_V, (int32_t) sub, row.data());   // what rounding to F16 has made of it
+    if (std::all_of(row.begin(), row.end(), [](float x) { return std::isfinite(x); })) return true;
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    kvt_page_put_f32(&d->layout, d->data, KVT_PART_V, (int32_t) sub, sum.data());
+    return false;
 }
 
 extern "C" void kvt_digests_note_write(struct kvt_digests * d, const struct kvt_page_ref * page, int32_t cell, int32_t n) {
@@ -67,6 +78,6 @@ extern "C" void kvt_digests_note_write(struct kvt_digests * d, const struct kvt_
     const int32_t i_sub = cell/KVT_SUB;
     const size_t  sub   = (size_t) page->page*subs_per_page + i_sub;
     const bool    full  = (cell + n) % KVT_SUB == 0;
-    d->valid[sub] = full;
-    if (full) take_mean(d, page, i_sub, sub);
+    d->valid[sub] = 0;   // it stays so where there is no memory for the mean
+    d->valid[sub] = full && take_mean(d, page, i_sub, sub);
 }

@@ -12,7 +12,7 @@ extern "C" {
 struct kvt_digests {
     struct kvt_page_layout layout;  // values only, in Q8_0 (F16 where its blocks do not fit); "token" i is the mean of sub i of the array
     uint8_t * data;
-    uint8_t * valid;                // [n_subs]: the mean is that of the cells as they are
+    uint8_t * valid;                // [n_subs]: the mean is that of the cells as they are. Any other is some finite number too
     size_t    n_subs, n_bytes;
 };
 
@@ -24,7 +24,7 @@ void kvt_digests_free  (struct kvt_digests * d);
 void kvt_digests_clear (struct kvt_digests * d);
 
 // Values of cells [cell, cell + n) of the page (those of one sub) were written. A sub whose last cell has been written gets
-// its mean; any other is not valid any more.
+// its mean, if that is finite as it is stored; any other is not valid any more.
 void kvt_digests_note_write(struct kvt_digests * d, const struct kvt_page_ref * page, int32_t cell, int32_t n);
 
 // the means of subs 32*group .. 32*group + 31, as the values of one sub

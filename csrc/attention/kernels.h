@@ -12,7 +12,6 @@
 #define KVT_TILE_SUBS   4     // subs of a prefill tile
 #define KVT_TILE_TOKENS (KVT_TILE_SUBS*KVT_SUB)
 #define KVT_DECODE_ROWS 16    // up to so many rows per KV head take the decode path
-#define KVT_KERNEL_ROWS 8     // most rows of one scores/accumulate call
 
 // Rows of one KV head, scaled. The 16-bit form serves quantized keys: per block of 32 channels q = step*q16, stored as pairs
 // for a dot product over int32 lanes: pair[2g] = channels (4g, 4g+2), pair[2g+1] = channels (4g+1, 4g+3) of the block.
@@ -37,7 +36,7 @@ struct kvt_row_state {
 struct kvt_kernels {
     const char * name;
 
-    // decode, per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1 (n_rows <= KVT_KERNEL_ROWS).
+    // decode, per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1, as many as there are.
     // `next` is memory to prefetch while reading (as long as what is read); any readable address.
     void (*scores[KVT_FORMAT_COUNT])(const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next);
     // o[r*d_v_pad + c] += sum over the sub's tokens of p[r*ld + t] * V[t][c]

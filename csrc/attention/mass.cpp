@@ -2,6 +2,8 @@
 
 #include "attention-impl.h"
 
+#include <algorithm>
+
 extern "C" int kvt_mass_create(struct kvt_mass ** out, size_t n_pages, int32_t page_tokens, float decay) {
     if (!out || n_pages == 0 || page_tokens <= 0 || page_tokens % KVT_SUB || !(decay >= 0.0f && decay < 1.0f)) return KVT_ERR_INVALID;
     struct kvt_mass * m = (struct kvt_mass *) calloc(1, sizeof(*m));
@@ -84,6 +86,7 @@ static void mass_of_sub(const struct kvt_job * j, int64_t query, size_t sub, con
             const int n = j->n_group - g0 < KVT_SUB ? j->n_group - g0 : KVT_SUB;
             const size_t row = h*rows_per_head + (size_t) query*j->n_group + g0;
             for (int g = 0; g < n; g++) f[g] = factors[(row + g)*ld_factors];
+            if (std::all_of(f, f + n, [](float x) { return x == 0.0f; })) continue;   // nobody visited it: its weights are not there
             j->k->mass_sub(j->probs + row*j->ld_probs + sub*KVT_SUB, j->ld_probs, n, f, out);
         }
     }

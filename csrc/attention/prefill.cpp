@@ -10,7 +10,8 @@
 
 enum { GROUPS_PER_BLOCK = 8, MANY_GROUPS = 256, CHUNK = 32, MAX_SPLITS = 64 };
 
-struct chunk_page { const uint8_t * data; const struct kvt_page_layout * layout; size_t page; };   // page: within the stream
+// page: within the stream; lost: by sub, bits of lost cells, or NULL
+struct chunk_page { const uint8_t * data; const struct kvt_page_layout * layout; size_t page; const uint32_t * lost; };
 
 struct prefill {
     struct kvt_job * j;
@@ -25,6 +26,7 @@ struct prefill {
     size_t chunk_first, chunk_end;      // positions at hand
     uint8_t * slots; size_t slot_bytes; // [CHUNK], for pages that had to be read
     struct kvt_page_layout * slot_layout;
+    uint32_t * slot_lost;               // [CHUNK][subs_per_page]
     std::atomic<uint64_t> k_bytes, v_bytes;
 };
 
@@ -65,6 +67,8 @@ static void pack_q(void * arg, int ith, int nth) {
 
 // ---- tiles ----
 
+static uint32_t lost_cells(const struct chunk_page * pg, int i_sub) { return pg->lost ? pg->lost[i_sub] : 0; }
+
 static void load_sub(const struct prefill * p, struct tile * t, int h, const struct chunk_page * pg, int i_sub, size_t sub, uint8_t cls) {
     const struct kvt_job * j = p->j;
     const int32_t d_k = j->op->geo.d_k;
@@ -84,7 +88,7 @@ static void load_sub(const struct prefill * p, struct tile * t, int h, const str
     }
     t->sub[t->n_subs] = sub;
     t->cls[t->n_subs] = cls;
-    t->lost[t->n_subs] = kvt_job_lost(j, sub);
+    t->lost[t->n_subs] = lost_cells(pg, i_sub);
     t->any_mixed |= cls == KVT_VIS_MIXED || t->lost[t->n_subs];
     t->n_subs++;
 }
@@ -172,7 +176,7 @@ static void do_task(struct prefill * p, struct tile * t, int h, size_t block, in
             const size_t sub = pg->page*j->subs_per_page + i;
             if (sub >= j->n_sub) break;
             const uint8_t cls = block_class(j, b0, b1, sub);
-            if (cls == KVT_VIS_NONE || kvt_job_lost(j, sub) == UINT32_MAX) continue;
+            if (cls == KVT_VIS_NONE || lost_cells(pg, i) == UINT32_MAX) continue;
             load_sub(p, t, h, pg, i, sub, cls);
             if (t->n_subs == KVT_TILE_SUBS) do_tile(p, t, h, split, g0, g1);
         }
@@ -202,7 +206,8 @@ static void do_chunk(void * arg, int ith, int nth) {
 
 // ---- pages that have to be read ----
 
-// copies a page from the store into its slot
+// Copies a page from the store into its slot, and which of its cells are lost: it may have been dropped since pages were
+// pinned, and may be dropped while the copy is in use.
 static int read_page(struct prefill * p, size_t c) {
     struct kvt_job * j = p->j;
     const struct kvt_page_source * src = j->op->source;
@@ -211,6 +216,9 @@ static int read_page(struct prefill * p, size_t c) {
     const int err = src->acquire(src->ctx, j->pages[c], &ref);
     if (err) return err;
     const bool fits = !ref.data || ref.layout->page_bytes <= p->slot_bytes;
+    uint32_t * lost = p->slot_lost + slot*j->subs_per_page;
+    if (ref.lost) memcpy(lost, ref.lost, j->subs_per_page*sizeof(*lost));
+    p->chunk[c].lost = ref.lost ? lost : NULL;
     if (ref.data && fits) {
         p->chunk[c].data     = p->slots + slot*p->slot_bytes;
         p->chunk[c].layout   = &p->slot_layout[slot];
@@ -249,9 +257,10 @@ static int take_slots(struct prefill * p) {
     const struct kvt_geometry * geo = &j->op->geo;
     const size_t v_row = geo->d_v ? kvt_round_up((size_t) geo->d_v, 16) : 0;
     p->slot_bytes = (size_t) geo->n_head_kv*kvt_round_up((size_t) geo->page_tokens*(geo->d_k + v_row)*sizeof(float), 64);   // F32: the largest format
-    p->slots = (uint8_t *) kvt_buf_need(&j->a->slots, CHUNK*(p->slot_bytes + sizeof(struct kvt_page_layout)));
+    p->slots = (uint8_t *) kvt_buf_need(&j->a->slots, CHUNK*(p->slot_bytes + sizeof(struct kvt_page_layout) + j->subs_per_page*sizeof(uint32_t)));
     if (!p->slots) return KVT_ERR_NOMEM;
     p->slot_layout = (struct kvt_page_layout *) (p->slots + CHUNK*p->slot_bytes);
+    p->slot_lost   = (uint32_t *) (p->slot_layout + CHUNK);
     return 0;
 }
 
@@ -352,7 +361,7 @@ int kvt_prefill_run(struct kvt_job * j) {
     j->next = 0;
     kvt_team_run(j->n_threads, pack_q, &p);
     for (size_t i = 0; i < j->n_pages; i++) {
-        p.chunk[i] = { j->refs[i].data, j->refs[i].layout, j->pages[i] - j->op->page_first };
+        p.chunk[i] = { j->refs[i].data, j->refs[i].layout, j->pages[i] - j->op->page_first, j->refs[i].lost };
     }
     const int e = do_chunks(&p);
     if (e) return e;

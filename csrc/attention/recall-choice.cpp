@@ -43,6 +43,7 @@ int kvt_recall_classify(struct recall * r) {
         r->use[s] = !any[s] ? SUB_HIDDEN : whole ? SUB_WHOLE : SUB_OPEN;
         if (any[s] && (n_seen == 0 || seen_pages[n_seen - 1] != op->page_first + page)) seen_pages[n_seen++] = op->page_first + (uint32_t) page;
     }
+    j->a->stats.pages_skipped += r->n_pages - n_seen;
     memset(r->costly, 0, r->n_pages);
     r->n_asked = 0;
     if (!op->source->is_ready || n_seen == 0) return 0;
@@ -249,9 +250,14 @@ static uint32_t pick_sub(const struct recall * r, size_t h, size_t sub, const fl
     return j->k->pick(weights_of(r, h*j->n_rows) + sub*KVT_SUB, j->ld_probs, (int) j->n_rows, thresholds);
 }
 
+// those of the picked bits that are tokens: a sub that is read whole may be the last one
+static int n_tokens_of(const struct recall * r, size_t sub, uint32_t bits) {
+    return __builtin_popcount(bits & (UINT32_MAX >> (KVT_SUB - kvt_job_n_valid(r->j->op, sub))));
+}
+
 static int64_t count_picked(const struct recall * r, size_t h, const float * thresholds) {
     int64_t n = 0;
-    for (size_t s = 0; s < r->j->n_sub; s++) n += __builtin_popcount(pick_sub(r, h, s, thresholds));
+    for (size_t s = 0; s < r->j->n_sub; s++) n += n_tokens_of(r, s, pick_sub(r, h, s, thresholds));
     return n;
 }
 
@@ -298,7 +304,7 @@ void kvt_recall_pick(struct recall * r, int ith, int nth) {
                 r->left[at] = bits ? left[x] : r->weight[at];
             }
             r->picked[h*j->n_sub + s] = bits;
-            n_read += (uint64_t) __builtin_popcount(bits);
+            n_read += (uint64_t) n_tokens_of(r, s, bits);
         }
         r->tokens_read.fetch_add(n_read, std::memory_order_relaxed);
     }

@@ -98,7 +98,6 @@ static int pin_wanted(struct recall * r) {
         r->slot[page] = r->wanted[page] ? (int32_t) j->n_pages : -1;
         if (r->wanted[page]) j->pages[j->n_pages++] = j->op->page_first + (uint32_t) page;
     }
-    j->a->stats.pages_skipped += r->n_pages - j->n_pages;
     if (j->n_pages == 0) return 0;
     const int err = src->acquire_resident(src->ctx, j->pages, j->n_pages, j->refs, j->missing, &j->n_missing);
     if (err) {

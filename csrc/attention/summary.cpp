@@ -8,7 +8,6 @@
 #include <new>
 
 #define KVT_LN2 0.693147180559945309f
-#define KVT_LOG2E_D 1.4426950408889634
 
 enum { ROWS = KVT_DECODE_ROWS };
 
@@ -25,7 +24,7 @@ struct build {
     }
 };
 
-static int32_t round_up(int32_t n, int32_t to) { return (n + to - 1)/to*to; }
+static int32_t whole_subs(size_t n) { return (int32_t) kvt_round_up(n, KVT_SUB); }
 
 static bool make_page(std::unique_ptr<uint8_t[]> & out, struct kvt_page_layout * l, const struct kvt_geometry & geo, int fmt, size_t * n_bytes) {
     if (kvt_page_layout_init(l, &geo, (enum kvt_format) fmt, (enum kvt_format) fmt) != 0) return false;
@@ -68,7 +67,7 @@ static int add_cells(const build & b, struct kvt_summary_set * s, const kvt_summ
     }
     kvt_summary_part p = {};
     struct kvt_geometry geo = *b.geo;
-    geo.page_tokens = round_up((int32_t) n, KVT_SUB);
+    geo.page_tokens = whole_subs(n);
     if (!make_page(p.cells, &p.layout, geo, in->fmt_cells, &p.n_bytes)) return b.refuse("summary cells cannot be laid out");
     put(p.layout, p.cells, KVT_PART_K, in->key, in->n_cells);
     put(p.layout, p.cells, KVT_PART_V, in->value, in->n_cells);
@@ -115,8 +114,8 @@ static int add_group(const build & b, struct kvt_summary_set * s, const kvt_summ
         all_finite(in->v_mean, n_heads*d_v) && all_finite(in->v_basis, n_heads*in->r_v*d_v) && all_finite(in->v_coord, n_heads*in->n*in->r_v);
     if (!finite) return b.refuse("a summary group holds something that is not a number");
     kvt_summary_part p = {};
-    const struct kvt_geometry coords = { b.geo->n_head_kv, (int32_t) in->r_k, (int32_t) in->r_v, round_up((int32_t) in->n, KVT_SUB) };
-    const struct kvt_geometry basis  = { b.geo->n_head_kv, b.geo->d_k, b.geo->d_v, round_up((int32_t) std::max(in->r_k, in->r_v), KVT_SUB) };
+    const struct kvt_geometry coords = { b.geo->n_head_kv, (int32_t) in->r_k, (int32_t) in->r_v, whole_subs(in->n) };
+    const struct kvt_geometry basis  = { b.geo->n_head_kv, b.geo->d_k, b.geo->d_v, whole_subs(std::max(in->r_k, in->r_v)) };
     if (!make_page(p.cells, &p.layout, coords, in->fmt_coord, &p.n_bytes) || !make_page(p.basis, &p.basis_layout, basis, in->fmt_basis, &p.n_bytes)) {
         return b.refuse("a summary group cannot be laid out");
     }
@@ -136,7 +135,7 @@ static int add_group(const build & b, struct kvt_summary_set * s, const kvt_summ
 
 static int build_set(const build & b, struct kvt_summary_set * s, const kvt_summary * in) {
     s->geo     = *b.geo;
-    s->d_v_pad = round_up(b.geo->d_v, 16);
+    s->d_v_pad = (int32_t) kvt_round_up((size_t) b.geo->d_v, 16);
     s->n_bytes = sizeof(*s);
     s->n_shared = 0;
     int err = in->n_cells ? add_cells(b, s, in) : 0;

@@ -122,7 +122,8 @@ typedef struct {
     const kvt_summary_group * groups;
 } kvt_summary;
 
-// a page is about to leave the host tier, or has come back; data is valid only during the call
+// A page is about to leave the host tier, or has come back; data is valid only during the call. From inside, set_keep, read_page,
+// set_summary and summary_mass are refused (INVALID): the caches of other threads may go meanwhile.
 typedef void (*kvt_offload_fn)(void * user, uint32_t array, uint32_t page, int32_t layer, int tier, const void * data, size_t n_bytes, int fmt_k, int fmt_v);
 
 const char * kvt_version(void);
@@ -135,7 +136,7 @@ int          kvt_isa_set(const char * name);
 
 // Settings are "key=value" pairs separated by commas or newlines (the syntax of KVTIER_CONFIG, which may also be "@FILE"):
 //   host=BYTES disk=BYTES dir=PATH host-k=FMT host-v=FMT disk-k=FMT disk-v=FMT page-tokens=N io-threads=N
-//   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded:EPS|lossy read-budget=TOKENS
+//   protect-first=PAGES protect-last=PAGES mass-decay=X fidelity=exact|bounded|bounded:EPS|lossy read-budget=TOKENS
 // With bounded fidelity the keys stay in RAM and count against the host budget; host-k and host-v are Q8_0 by default, where the cache
 // type is a wider one. With lossy fidelity what has to leave RAM is dropped; there is no disk then.
 // BYTES take K/M/G/T and KiB/MiB/GiB/TiB (powers of 1024); FMT is f32 f16 bf16 q8_0 q4_0 q4_1.

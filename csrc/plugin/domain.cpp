@@ -79,7 +79,7 @@ static void source_prefetch(void * ctx, const uint32_t * pages, size_t n) {
     kvt_array_prefetch(static_cast<kvt_array *>(ctx), pages, n);
 }
 
-// Inside a hook it is held already, or by somebody who waits for that hook: the store copes without it.
+// Inside a hook it may be held by somebody who waits for that hook. The store copes without it; layers are out of reach then.
 std::shared_lock<std::shared_mutex> kvt_domain_state::hold_layers() const {
     return kvt_store_in_hook(m_store) ? std::shared_lock<std::shared_mutex>() : std::shared_lock<std::shared_mutex>(m_lifetime);
 }
@@ -336,6 +336,10 @@ int kvt_domain_state::apply(const std::vector<kvt_move> & moves, size_t * n_done
 //
 
 kvt_layer * kvt_domain_state::layer_of(uint32_t array) const {
+    if (kvt_store_in_hook(m_store)) {
+        kvt_fail(KVT_ERR_INVALID, "an offload callback cannot ask for array %u: its cache may be on its way out", array);
+        return nullptr;
+    }
     std::lock_guard<std::mutex> lock(m_mutex);
     for (const auto & layer : m_layers) {
         if (kvt_array_id(layer->array) == array) {
@@ -418,6 +422,9 @@ int kvt_domain_state::reserve_for(uint64_t summary_bytes) {
 }
 
 int kvt_domain_state::reserve(uint64_t n_bytes) {
+    if (n_bytes > INT64_MAX) {
+        return kvt_fail(KVT_ERR_INVALID, "%llu bytes cannot be set aside of a host budget", (unsigned long long) n_bytes);
+    }
     const auto held = hold_layers();
     std::lock_guard<std::mutex> lock(m_summary_mutex);
     const uint64_t before = m_reserve_bytes;

@@ -116,7 +116,7 @@ private:
     void forget_summary(kvt_layer * layer);
     template <typename N> int rebudget(int (*change)(kvt_store * s, N n_bytes), N n_bytes);
     int reserve_for(uint64_t summary_bytes);    // m_summary_mutex is held
-    kvt_layer * layer_of(uint32_t array) const; // m_lifetime is held; nullptr and the error's text: there is none
+    kvt_layer * layer_of(uint32_t array) const; // m_lifetime is held; nullptr and the error's text: there is none, or this is a hook
     std::shared_lock<std::shared_mutex> hold_layers() const;
 
 

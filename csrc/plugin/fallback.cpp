@@ -62,7 +62,7 @@ bool kvt_fallback::supports(const ggml_tensor * op) {
 
 namespace {
 
-// The part of a cache that an operation touches, in its nominal layout.
+// The rows of a cache that an operation touches, in its nominal layout.
 struct gathered {
     kvt_root * root;
     size_t     first, last;      // bytes of the root
@@ -74,8 +74,9 @@ void cover(std::vector<gathered> & all, const ggml_tensor * t) {
     if (!root) {
         return;
     }
-    const size_t first = (char *) t->data - root->base;
-    const size_t last  = std::min(first + g_ggml.ggml_nbytes(t), root->n_bytes);
+    const size_t row   = root->row_bytes, off = (char *) t->data - root->base;
+    const size_t first = off/row*row;
+    const size_t last  = std::min((off + g_ggml.ggml_nbytes(t) + row - 1)/row*row, root->n_bytes);
     for (gathered & g : all) {
         if (g.root == root) {
             g.first = std::min(g.first, first);
@@ -122,24 +123,6 @@ void widen_tensor(ggml_tensor * t, const gathered & g) {
     for (size_t & nb : t->nb) {
         nb *= 2;
     }
-}
-
-// Puts back the rows that the operation changed; the others keep their stored bytes, and lost ones stay lost.
-int put_back(gathered & g) {
-    const size_t row = g.root->row_bytes;
-    for (size_t at = g.first; at < g.last; ) {
-        const size_t end = std::min((at/row + 1)*row, g.last);
-        const size_t i   = at - g.first;
-        const bool changed = memcmp(g.bytes.data() + i, g.before.data() + i, end - at) != 0;
-        if (changed && !(end - at == row && kvt_paged_stays_lost(g.root, (int64_t) (at/row), g.bytes.data() + i))) {
-            const int rc = kvt_paged_write(g.root, at, end - at, g.bytes.data() + i);
-            if (rc != KVT_OK) {
-                return rc;
-            }
-        }
-        at = end;
-    }
-    return KVT_OK;
 }
 
 } // namespace
@@ -208,7 +191,7 @@ int kvt_fallback::compute(ggml_tensor * node) {
                 g_ggml.ggml_op_name(node->op), node->name);
     }
     for (gathered & g : all) {
-        const int rc = put_back(g);
+        const int rc = kvt_paged_put_back(g.root, (int64_t) (g.first/g.root->row_bytes), g.before, g.bytes);
         if (rc != KVT_OK) {
             return rc;
         }

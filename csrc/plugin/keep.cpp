@@ -60,12 +60,7 @@ size_t kvt_keep::choose(void * self, const kvt_page_info * pages, size_t n_pages
         }
     }
     const auto leaves_before = [&](uint32_t x, uint32_t y) {
-        const kvt_page_info & a = pages[x];
-        const kvt_page_info & b = pages[y];
-        if (scores[x] != scores[y])       { return scores[x] < scores[y]; }
-        if (a.last_use != b.last_use)     { return a.last_use < b.last_use; }
-        if (a.cell_first != b.cell_first) { return a.cell_first < b.cell_first; } // one step touches everything at once
-        return a.id.array != b.id.array ? a.id.array < b.id.array : a.id.page < b.id.page;
+        return scores[x] != scores[y] ? scores[x] < scores[y] : kvt_lru_before(&pages[x], &pages[y]) != 0;
     };
     const size_t n = std::min(n_pages, n_max);
     std::partial_sort(order.begin(), order.begin() + (ptrdiff_t) n, order.end(), leaves_before);

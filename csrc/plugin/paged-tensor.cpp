@@ -47,7 +47,7 @@ public:
     const kvt_page_ref & ref() const { return m_ref; }
     int32_t at(int32_t cell) const { return (int32_t) (m_base + cell); }   // where a cell of the page lies in ref
 
-    // writes a cell; keys that are kept apart know then by how much it was rounded, and want no note_write
+    // write a cell; keys that are kept apart note by themselves how far it may have been rounded
     void put(kvt_part part, int32_t cell, const float * values) const {
         if (m_keys) {
             kvt_keys_put(m_keys, (size_t) at(cell), values);
@@ -55,16 +55,27 @@ public:
             kvt_page_put_f32(m_ref.layout, m_ref.data, part, cell, values);
         }
     }
-    bool keeps_keys() const { return m_keys != nullptr; }
+    void put_row(kvt_part part, int32_t cell, kvt_format fmt, const void * row) const {
+        if (m_keys) {
+            kvt_keys_put_row(m_keys, (size_t) at(cell), fmt, row);
+        } else {
+            kvt_page_put_row(m_ref.layout, m_ref.data, part, cell, fmt, row);
+        }
+    }
+    // what was put had been rounded before, nobody knows how far
+    void doubt(int32_t cell) const {
+        if (m_keys) {
+            kvt_keys_doubt(m_keys, (size_t) at(cell));
+        }
+    }
+    kvt_keys * keys() const { return m_keys; }
 
     // cells [cell, cell + n) of `part` have been written
     void note_write(kvt_part part, int32_t cell, int32_t n) const {
         if (m_array && m_ref.lost) {
             kvt_array_set_lost(m_array, m_ref.page, cell, n, 0);
         }
-        if (m_keys) {
-            kvt_keys_note_write(m_keys, (size_t) at(cell), (size_t) n);
-        } else if (part == KVT_PART_V && m_layer->digests) {
+        if (part == KVT_PART_V && m_layer->digests) {
             for (int32_t end = cell + n; cell < end; ) {   // sub by sub
                 const int32_t stop = std::min(end, (cell/KVT_SUB + 1)*KVT_SUB);
                 kvt_digests_note_write(m_layer->digests, &m_ref, cell, stop - cell);
@@ -93,13 +104,14 @@ void get_row(const kvt_root * root, const kvt_page_ref & ref, int32_t cell, void
     }
 }
 
-void put_row(const kvt_root * root, const kvt_page_ref & ref, int32_t cell, const void * row) {
+void put_row(const kvt_root * root, const held_page & page, int32_t cell, const void * row) {
     if (root->nominal >= 0) {
-        kvt_page_put_row(ref.layout, ref.data, root->part, cell, (enum kvt_format) root->nominal, row);
+        page.put_row(root->part, cell, (enum kvt_format) root->nominal, row);
     } else {
         std::vector<float> values(root->n_embd);
         g_ggml.ggml_get_type_traits(root->type)->to_float(row, values.data(), root->n_embd);
-        kvt_page_put_f32(ref.layout, ref.data, root->part, cell, values.data());
+        page.put(root->part, cell, values.data());
+        page.doubt(cell);
     }
 }
 
@@ -107,7 +119,7 @@ int fail(const kvt_root * root, int rc, const char * what) {
     return rc == KVT_OK ? KVT_OK : root->buffer->domain->fail(rc, what);
 }
 
-// Walks the rows that [off, off + size) touches, page by page. fn(ref, cell, row_off, n_bytes, done) handles one row's
+// Walks the rows that [off, off + size) touches, page by page. fn(page, cell, row_off, n_bytes, done) handles one row's
 // bytes [row_off, row_off + n_bytes), which are the range's bytes from `done` on.
 template <typename Row>
 int walk(kvt_root * root, size_t off, size_t size, kvt_access access, Row fn) {
@@ -129,7 +141,7 @@ int walk(kvt_root * root, size_t off, size_t size, kvt_access access, Row fn) {
         for (; n < place.n_left && done < size; n++) {
             const size_t row_off = (off + done)%root->row_bytes;
             const size_t n_bytes = std::min(root->row_bytes - row_off, size - done);
-            fn(page.ref(), page.at(place.cell + n), row_off, n_bytes, done);
+            fn(page, place.cell + n, row_off, n_bytes, done);
             done += n_bytes;
         }
         if (access != KVT_READ) {
@@ -152,13 +164,13 @@ int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst, bool wi
     }
     std::vector<char> row(root->row_bytes);
     bool found_lost = false;
-    const int rc = walk(root, off, size, KVT_READ, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
-        found_lost = found_lost || is_lost(ref, cell);
+    const int rc = walk(root, off, size, KVT_READ, [&](const held_page & page, int32_t cell, size_t row_off, size_t n, size_t done) {
+        found_lost = found_lost || is_lost(page.ref(), cell);
         char * out = static_cast<char *>(dst) + done;
         if (n == root->row_bytes) {
-            get_row(root, ref, cell, out);
+            get_row(root, page.ref(), page.at(cell), out);
         } else {
-            get_row(root, ref, cell, row.data());
+            get_row(root, page.ref(), page.at(cell), row.data());
             memcpy(out, row.data() + row_off, n);
         }
     });
@@ -168,14 +180,15 @@ int kvt_paged_read(kvt_root * root, size_t off, size_t size, void * dst, bool wi
 
 int kvt_paged_write(kvt_root * root, size_t off, size_t size, const void * src) {
     std::vector<char> row(root->row_bytes);
-    return walk(root, off, size, KVT_WRITE, [&](const kvt_page_ref & ref, int32_t cell, size_t row_off, size_t n, size_t done) {
+    return walk(root, off, size, KVT_WRITE, [&](const held_page & page, int32_t cell, size_t row_off, size_t n, size_t done) {
         const char * in = static_cast<const char *>(src) + done;
         if (n == root->row_bytes) {
-            put_row(root, ref, cell, in);
+            put_row(root, page, cell, in);
         } else {
-            get_row(root, ref, cell, row.data());
+            get_row(root, page.ref(), page.at(cell), row.data());
             memcpy(row.data() + row_off, in, n);
-            put_row(root, ref, cell, row.data());
+            put_row(root, page, cell, row.data());
+            page.doubt(cell); // the rest of the row is rounded once more
         }
     });
 }
@@ -215,14 +228,19 @@ int kvt_paged_clear(kvt_cache_layer * cache) {
     if (!cache->layer) {
         return KVT_OK;
     }
+    kvt_root *  root  = cache->k ? cache->k : cache->v;
     kvt_array * array = cache->layer->array;
+    const int   rc    = kvt_array_discard(array, 0, kvt_array_n_pages(array));
+    if (rc != KVT_OK) {
+        return fail(root, rc, "cannot clear the cache");
+    }
     kvt_mass_clear(cache->layer->mass, 0, cache->layer->mass->n_cells);
     if (cache->layer->keys) {
         kvt_keys_clear(cache->layer->keys);
         kvt_digests_clear(cache->layer->digests);
     }
-    (cache->k ? cache->k : cache->v)->buffer->domain->forget(cache->layer);
-    return fail(cache->k ? cache->k : cache->v, kvt_array_discard(array, 0, kvt_array_n_pages(array)), "cannot clear the cache");
+    root->buffer->domain->forget(cache->layer);
+    return KVT_OK;
 }
 
 // n cells from `cell` on, every one of them lost, in a page without content: there is nothing to copy but that.
@@ -258,14 +276,18 @@ static int copy_within_pages(kvt_root * src, kvt_layer * from, const row_place &
         }
     }
     for (int64_t j = 0; j < n; j++) {
-        const int32_t to_cell = out.at(b.cell + (int32_t) j);
+        const int32_t from_cell = read.at(a.cell + (int32_t) j), to_cell = b.cell + (int32_t) j;
         if (!rows.data) {
-            kvt_page_put_f32(out.ref().layout, out.ref().data, dst->part, to_cell, row.data());
+            out.put(dst->part, to_cell, row.data());
+            continue;
+        }
+        if (read.keys() && out.keys()) {
+            kvt_keys_copy(out.keys(), (size_t) out.at(to_cell), read.keys(), (size_t) from_cell);
             continue;
         }
         const enum kvt_format fmt = src->part == KVT_PART_K ? rows.layout->fmt_k : rows.layout->fmt_v;
-        kvt_page_get_row(rows.layout, rows.data, src->part, read.at(a.cell + (int32_t) j), fmt, row.data());
-        kvt_page_put_row(out.ref().layout, out.ref().data, dst->part, to_cell, fmt, row.data());
+        kvt_page_get_row(rows.layout, rows.data, src->part, from_cell, fmt, row.data());
+        out.put_row(dst->part, to_cell, fmt, row.data());
     }
     out.note_write(dst->part, b.cell, (int32_t) n);
     for (const int32_t cell : lost) {
@@ -296,7 +318,9 @@ int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t
     return rc;
 }
 
-bool kvt_paged_stays_lost(kvt_root * root, int64_t row, const void * bytes) {
+// Whether the cell of a row is lost and `bytes`, a whole row, holds only zeros of either sign: what an operation on the whole
+// cache, such as a shift of positions, makes of the zeros that it found there. Such a row is not to be written.
+static bool stays_lost(kvt_root * root, int64_t row, const void * bytes) {
     kvt_layer * layer = root->cache->layer;
     if (!layer || root->nominal < 0) {
         return false;
@@ -311,6 +335,33 @@ bool kvt_paged_stays_lost(kvt_root * root, int64_t row, const void * bytes) {
     std::vector<float> values(root->n_embd);
     kvt_row_to_f32((enum kvt_format) root->nominal, bytes, values.data(), root->n_embd);
     return std::all_of(values.begin(), values.end(), [](float x) { return x == 0.0f; });
+}
+
+int kvt_paged_put_back(kvt_root * root, int64_t first_row, const std::vector<char> & before, const std::vector<char> & after) {
+    if (before == after) {
+        return KVT_OK;
+    }
+    const kvt_layer * layer = root->cache->layer; // none yet: then there are no errors either
+    kvt_keys * keys = layer && root->part == KVT_PART_K && root->nominal >= 0 ? layer->keys : nullptr;
+    std::vector<float> noted; // before the first row is changed: errors are kept for 32 cells together
+    if (keys) {
+        noted.assign(kvt_keys_errors(keys, 0, 0), kvt_keys_errors(keys, keys->layout.geo.n_head_kv, 0));
+    }
+    int rc = KVT_OK;
+    for (size_t at = 0; rc == KVT_OK && at < after.size(); at += root->row_bytes) {
+        const int64_t row = first_row + (int64_t) (at/root->row_bytes);
+        const char *  was = before.data() + at, * now = after.data() + at;
+        if (memcmp(was, now, root->row_bytes) == 0 || stays_lost(root, row, now)) {
+            continue;
+        }
+        if (keys) {
+            const row_place place = place_of(root, layer->geo.page_tokens, row);
+            kvt_keys_change(keys, (size_t) place.page*layer->geo.page_tokens + place.cell, (enum kvt_format) root->nominal, was, now, noted.data());
+        } else {
+            rc = kvt_paged_write(root, (size_t) row*root->row_bytes, root->row_bytes, now);
+        }
+    }
+    return rc;
 }
 
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n) {
@@ -336,9 +387,7 @@ int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * cons
         for (; i < n && n_run < place.n_left && rows[i] == rows[i - n_run] + n_run; i++, n_run++) {
             page.put(root->part, place.cell + n_run, values[i]);
         }
-        if (!page.keeps_keys()) {
-            page.note_write(root->part, place.cell, n_run);
-        }
+        page.note_write(root->part, place.cell, n_run);
         if (root->part == KVT_PART_K) {
             kvt_mass_clear(layer->mass, (size_t) place.page*page_tokens + place.cell, (size_t) n_run);
         }

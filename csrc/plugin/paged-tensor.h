@@ -16,9 +16,9 @@ int kvt_paged_clear(kvt_cache_layer * cache);
 // Rows from one cache to another of the same width, in the stored format (no rounding where the formats agree).
 int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows);
 
-// Whether the cell of a row is lost and `bytes`, a whole row, holds only zeros of either sign: what an operation on the whole
-// cache, such as a shift of positions, makes of the zeros that it found there. Such a row is not to be written.
-bool kvt_paged_stays_lost(kvt_root * root, int64_t row, const void * bytes);
+// Puts back the rows, from first_row on, that an operation in place has changed, as a shift of positions does: `before` are their
+// bytes as they were read, `after` what the operation made of them. The others keep what is stored, and lost ones stay lost.
+int kvt_paged_put_back(kvt_root * root, int64_t first_row, const std::vector<char> & before, const std::vector<char> & after);
 
 // Rows of F32 values to the cells `rows` (row = stream*n_cells + cell).
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n);

@@ -18,7 +18,7 @@ static int bad_value(const std::string & key, const std::string & value, const c
     return kvt_fail(KVT_ERR_CONFIG, "setting '%s': '%s' is not %s", key.c_str(), value.c_str(), allowed);
 }
 
-// "2GiB", "512M", "1.5g", "4096": bytes, powers of 1024
+// "2GiB", "512M", "1.5g", "4096": bytes, powers of 1024; not "2GB", which means two things
 static bool parse_bytes(const std::string & text, uint64_t * out) {
     if (text.empty() || !isdigit((unsigned char) text[0])) {
         return false;
@@ -37,7 +37,7 @@ static bool parse_bytes(const std::string & text, uint64_t * out) {
     double factor = 1;
     if (!unit.empty() && unit != "b") {
         const char * found = strchr(names, unit[0]);
-        if (!found || !(unit.size() == 1 || unit.substr(1) == "b" || unit.substr(1) == "ib")) {
+        if (!found || !(unit.size() == 1 || unit.substr(1) == "ib")) {
             return false;
         }
         factor = std::pow(1024.0, (double) (found - names + 1));
@@ -74,23 +74,24 @@ static int set_format(const std::string & key, const std::string & value, int * 
     return KVT_OK;
 }
 
-// "exact", "lossy", or "bounded:EPS" with the most mass that a step may leave out
+// "exact", "lossy", "bounded", or "bounded:EPS" with the most mass that a step may leave out
 static int set_fidelity(const std::string & key, const std::string & value, kvt_settings * s) {
     static const char prefix[] = "bounded:";
+    s->eps   = 0.0f;
+    s->lossy = value == "lossy";
     if (value == "exact" || value == "lossy") {
-        s->eps   = 0.0f;
-        s->lossy = value == "lossy";
         return KVT_OK;
     }
-    char * end = nullptr;
-    const bool is_bounded = value.compare(0, sizeof(prefix) - 1, prefix) == 0;
-    const char * number = is_bounded ? value.c_str() + sizeof(prefix) - 1 : "";
-    const float x = strtof(number, &end);
-    if (!*number || *end || !(x > 0.0f && x < 1.0f)) {
-        return bad_value(key, value, "'exact', 'lossy' or 'bounded:EPS' with EPS between 0 and 1, such as bounded:0.05");
+    if (value == "bounded") {
+        s->eps = KVT_EPS_DEFAULT;
+        return KVT_OK;
     }
-    s->eps   = x;
-    s->lossy = false;
+    const char * number = value.compare(0, sizeof(prefix) - 1, prefix) == 0 ? value.c_str() + sizeof(prefix) - 1 : "";
+    char * end = nullptr;
+    s->eps = strtof(number, &end);
+    if (!*number || *end || !(s->eps > 0.0f && s->eps < 1.0f)) {
+        return bad_value(key, value, "'exact', 'lossy', 'bounded' or 'bounded:EPS' with EPS between 0 and 1, such as bounded:0.05");
+    }
     return KVT_OK;
 }
 

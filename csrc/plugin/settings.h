@@ -6,6 +6,8 @@
 
 #include <string>
 
+#define KVT_EPS_DEFAULT 0.07f   // of "bounded" alone: about as near to exact as stock's f16 cache (docs/recall.md)
+
 struct kvt_settings {
     uint64_t    host_bytes = UINT64_MAX;
     uint64_t    disk_bytes = 0;

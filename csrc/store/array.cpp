@@ -264,7 +264,10 @@ static void unpin(kvt_array * a, uint32_t page) {
     p.pins--;
     if (p.pins == 0 && is_transit(p)) {
         kvt_transit_set(a->store->transit, p.f.index, TRANSIT_USED);
-        store_pump_ahead(a->store);
+        store_guard([a] {
+            store_pump_ahead(a->store);
+            return KVT_ERR_OK;
+        });
     }
 }
 
@@ -351,22 +354,23 @@ void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n) 
 
 // --- discard -----------------------------------------------------------------------------------------------------
 
-// Waits for the page's I/O and takes hold of it (IO_MOVING). INVALID if it is pinned.
-static int seize(kvt_array * a, store_lock & lk, uint32_t page) {
+// Waits for the page's I/O and its readers, and takes hold of it (IO_MOVING). INVALID if it stays pinned.
+static int seize(kvt_array * a, store_lock & lk, uint32_t page, steady::time_point deadline) {
     page_entry & p = a->pages[page];
     for (;;) {
         if (p.io == IO_QUEUED) {
             store_cancel_read(a->store, p);
         }
-        if (p.pins > 0) {
-            return KVT_ERR_INVALID;
-        }
-        if (p.io == IO_NONE) {
+        if (p.pins == 0 && p.io == IO_NONE) {
             p.io     = IO_MOVING;
             p.wanted = false;
             return KVT_ERR_OK;
         }
-        store_wait(a->store, lk);
+        if (p.pins == 0) {
+            store_wait(a->store, lk);
+        } else if (!store_wait_until(a->store, lk, deadline)) {
+            return KVT_ERR_INVALID;
+        }
     }
 }
 
@@ -429,8 +433,9 @@ int kvt_array_discard(struct kvt_array * a, uint32_t first, uint32_t n) {
         return store_fail(s, KVT_ERR_INVALID, "pages " + std::to_string(first) + " and the " + std::to_string(n) + " after it are not all in layer " +
             std::to_string(a->params.layer) + "'s " + std::to_string(a->n_pages));
     }
+    const steady::time_point deadline = steady::now() + KVT_PINS_WAIT;
     for (uint32_t i = 0; i < n; i++) {
-        if (seize(a, lk, first + i) != KVT_ERR_OK) {
+        if (seize(a, lk, first + i, deadline) != KVT_ERR_OK) {
             for (uint32_t j = 0; j < i; j++) {
                 a->pages[first + j].io = IO_NONE;
             }

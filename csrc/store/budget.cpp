@@ -35,10 +35,6 @@ static uint64_t protected_bytes(kvt_store * s, int32_t first, int32_t last) {
     });
 }
 
-static uint64_t transit_bytes(uint64_t stride) {
-    return (stride + KVT_SLOT_ALIGN - 1)/KVT_SLOT_ALIGN*KVT_SLOT_ALIGN;
-}
-
 struct frame_sizes { uint64_t transit, slab_max; };
 
 static frame_sizes largest(kvt_store * s) {
@@ -46,7 +42,7 @@ static frame_sizes largest(kvt_store * s) {
     for (const kvt_array * a : s->arrays) {
         for (size_t i = 0; a && i < a->layouts.size(); i++) {
             const uint64_t stride = frame_stride(*a->layouts[i]);
-            z.transit  = std::max(z.transit, transit_bytes(stride));
+            z.transit  = std::max<uint64_t>(z.transit, kvt_transit_bytes(stride));
             z.slab_max = std::max<uint64_t>(z.slab_max, kvt_slab_bytes(s->slabs, stride));
         }
     }
@@ -92,7 +88,12 @@ int store_plan_budget(kvt_store * s, std::string * err) {
     uint64_t n = wanted_transit(s, z.transit);
     const uint64_t one_each = slab_bytes_for(s, [](const kvt_array *) { return (uint64_t) 1; });
     const uint64_t n_min    = std::min(n, TRANSIT_MIN);
-    const uint64_t least    = one_each + n_min*z.transit;
+    // half of the budget at most passes through, and one page per array comes first
+    while (n > n_min && (n*z.transit > budget/2 || n*z.transit + one_each + z.slab_max > budget)) {
+        n--;
+    }
+    store_trim_transit(s, n*z.transit);
+    const uint64_t least = one_each + std::max(n_min*z.transit, s->transit.held_bytes); // frames in use are there for now
     if (least > budget) {
         const std::string reserved = s->reserved_bytes > 0 ? " (" + kvt_bytes_text(s->reserved_bytes) + " of it are reserved for keys)" : std::string();
         *err = "the host budget of " + kvt_bytes_text(s->params.host_bytes) + reserved + " cannot hold one page per layer and the frames that "
@@ -106,13 +107,6 @@ int store_plan_budget(kvt_store * s, std::string * err) {
                 "dropped, take " + kvt_bytes_text(kept) + " so far. Raise the host budget, protect fewer pages, or use a smaller format";
             return KVT_ERR_BUDGET;
         }
-    }
-    // half of the budget at most passes through, and one page per array comes first
-    while (n > n_min && (n*z.transit > budget/2 || n*z.transit + one_each + z.slab_max > budget)) {
-        n--;
-    }
-    if (n == 0) {
-        kvt_transit_clear(s->transit); // there is no array left whose pages could be there
     }
     const uint64_t quota = std::max(n*z.transit, s->transit.held_bytes);
     s->transit.quota_bytes = quota;
@@ -131,7 +125,7 @@ uint64_t kvt_store_least_host(struct kvt_store * s, const struct kvt_array_param
     const uint64_t stream  = (p->cells_per_stream + (uint64_t) p->geo.page_tokens - 1)/(uint64_t) p->geo.page_tokens;
     const uint64_t kept    = std::min<uint64_t>((uint64_t) s->params.n_protect_first + (uint64_t) s->params.n_protect_last, stream)*p->n_streams;
     const uint64_t n_pages = n_arrays*(s->params.lossy ? kept : 1);
-    const uint64_t transit = s->has_disk ? TRANSIT_MIN*transit_bytes(stride) : 0;
+    const uint64_t transit = s->has_disk ? TRANSIT_MIN*kvt_transit_bytes(stride) : 0;
     slab_pool pool;
     for (uint64_t least = 0;; ) {
         pool.budget_bytes   = least;
@@ -159,8 +153,10 @@ static int shrink_to_limit(kvt_store * s, store_lock & lk) {
     return KVT_ERR_OK;
 }
 
-static int rebudget(kvt_store * s, store_lock & lk, uint64_t host_bytes, uint64_t reserved_bytes) {
-    const uint64_t before_host = s->params.host_bytes, before_reserved = s->reserved_bytes;
+// While pages leave for the change, others may change the budget too: if it fails, only what is ours is undone.
+static int rebudget(kvt_store * s, store_lock & lk, uint64_t host_bytes, int64_t more_reserved) {
+    const uint64_t more = (uint64_t) more_reserved; // adding it takes away where it was negative
+    const uint64_t before_host = s->params.host_bytes, before_reserved = s->reserved_bytes, reserved_bytes = before_reserved + more;
     if (reserved_bytes > before_reserved && reserved_bytes >= host_bytes) {
         return store_fail(s, KVT_ERR_BUDGET, kvt_bytes_text(reserved_bytes) + " cannot be set aside of a host budget of " + kvt_bytes_text(host_bytes));
     }
@@ -168,16 +164,17 @@ static int rebudget(kvt_store * s, store_lock & lk, uint64_t host_bytes, uint64_
         s->params.host_bytes = host;
         s->reserved_bytes    = reserved;
         s->stats.tier[KVT_TIER_HOST].budget_bytes = host;
-        return store_plan_budget(s, err);
+        return store_guard([s, err] { return store_plan_budget(s, err); });
     };
     std::string err;
     int r = set(host_bytes, reserved_bytes, &err);
     if (reserved_bytes < before_reserved) {
         return KVT_ERR_OK; // less is always fine
     }
-    r = r == KVT_ERR_OK ? shrink_to_limit(s, lk) : store_fail(s, r, err);
+    r = store_guard([&] { return r == KVT_ERR_OK ? shrink_to_limit(s, lk) : store_fail(s, r, err); });
     if (r != KVT_ERR_OK) {
-        set(before_host, before_reserved, &err); // as it was, so it fits
+        const uint64_t host = s->params.host_bytes;
+        set(host == host_bytes ? before_host : host, s->reserved_bytes - more, &err); // as it was, so it fits
     }
     store_note_peak(s);
     return r;
@@ -188,7 +185,7 @@ int kvt_store_reserve(struct kvt_store * s, int64_t n_bytes) {
         return KVT_ERR_INVALID;
     }
     store_lock lk(s->mutex);
-    return store_guard([&] { return rebudget(s, lk, s->params.host_bytes, s->reserved_bytes + (uint64_t) n_bytes); });
+    return store_guard([&] { return rebudget(s, lk, s->params.host_bytes, n_bytes); });
 }
 
 int kvt_store_set_host_budget(struct kvt_store * s, uint64_t n_bytes) {
@@ -196,7 +193,7 @@ int kvt_store_set_host_budget(struct kvt_store * s, uint64_t n_bytes) {
         return KVT_ERR_INVALID;
     }
     store_lock lk(s->mutex);
-    return store_guard([&] { return rebudget(s, lk, n_bytes, s->reserved_bytes); });
+    return store_guard([&] { return rebudget(s, lk, n_bytes, 0); });
 }
 
 // --- protected pages ---------------------------------------------------------------------------------------------

@@ -4,17 +4,17 @@
 
 #include <algorithm>
 
-static bool leaves_before(const kvt_page_info & a, const kvt_page_info & b) {
-    if (a.last_use != b.last_use) {
-        return a.last_use < b.last_use;
+int kvt_lru_before(const struct kvt_page_info * a, const struct kvt_page_info * b) {
+    if (a->last_use != b->last_use) {
+        return a->last_use < b->last_use;
     }
-    if (a.cell_first != b.cell_first) { // a scan touches everything at once: then the oldest cells go first
-        return a.cell_first < b.cell_first;
+    if (a->cell_first != b->cell_first) { // a scan touches everything at once: then the oldest cells go first
+        return a->cell_first < b->cell_first;
     }
-    if (a.id.array != b.id.array) {
-        return a.id.array < b.id.array;
+    if (a->id.array != b->id.array) {
+        return a->id.array < b->id.array;
     }
-    return a.id.page < b.id.page;
+    return a->id.page < b->id.page;
 }
 
 static size_t lru_choose(void *, const kvt_page_info * pages, size_t n_pages, size_t bytes_needed, uint32_t * victims, size_t n_max) {
@@ -25,7 +25,7 @@ static size_t lru_choose(void *, const kvt_page_info * pages, size_t n_pages, si
     }
     const size_t n = std::min(n_pages, n_max);
     std::partial_sort(order.begin(), order.begin() + (ptrdiff_t) n, order.end(), [pages](uint32_t x, uint32_t y) {
-        return leaves_before(pages[x], pages[y]);
+        return kvt_lru_before(&pages[x], &pages[y]) != 0;
     });
     std::copy(order.begin(), order.begin() + (ptrdiff_t) n, victims);
     return n;

@@ -3,12 +3,10 @@
 #include "store-internal.h"
 
 #include <algorithm>
-#include <chrono>
 
 static const size_t VICTIMS_MAX  = 64;   // one choice of the policy serves that many evictions
 static const size_t WRITES_AHEAD = 16;   // writes under way while someone waits for room
 static const uint64_t FAILURES_MAX = 3;  // failed writes that one request for room survives
-static const auto PINS_WAIT = std::chrono::milliseconds(1000); // others hold pins only for moments; our own caller might not
 
 // --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -207,17 +205,9 @@ static int all_in_use(kvt_store * s) {
     return store_fail(s, KVT_ERR_BUDGET, host_full(s) + " and every page of it is in use; raise the host budget");
 }
 
-// Pages that are being shown to a callback, or are pinned, come free soon.
-static bool wait_until(kvt_store * s, store_lock & lk, std::chrono::steady_clock::time_point deadline) {
-    s->n_waiters++;
-    const bool woken = s->changed.wait_until(lk, deadline) == std::cv_status::no_timeout;
-    s->n_waiters--;
-    return woken;
-}
-
 // Drops a page for good; never a protected one.
 static int make_room_by_loss(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0) {
-    const auto deadline = std::chrono::steady_clock::now() + PINS_WAIT;
+    const auto deadline = std::chrono::steady_clock::now() + KVT_PINS_WAIT;
     do {
         if (store_compact(s, lk) > 0) { // what other formats have left sparsely filled
             return KVT_ERR_OK;
@@ -233,7 +223,7 @@ static int make_room_by_loss(kvt_store * s, store_lock & lk, size_t stride, uint
                 return store_lose(s, lk, s->arrays[id.array], id.page);
             }
         }
-    } while (wait_until(s, lk, deadline));
+    } while (store_wait_until(s, lk, deadline)); // pages that are being shown to a callback, or are pinned, come free soon
     return all_in_use(s);
 }
 
@@ -247,7 +237,7 @@ int store_make_room(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0
         return store_fail(s, KVT_ERR_BUDGET, host_full(s) + " and there is no disk tier to move pages to; raise the host budget, "
             "give a disk budget and a directory, use a smaller format, or a shorter context");
     }
-    const auto deadline = std::chrono::steady_clock::now() + PINS_WAIT;
+    const auto deadline = std::chrono::steady_clock::now() + KVT_PINS_WAIT;
     for (;;) {
         prune(s, stride, seq0);
         for (int with_protected = 0; with_protected < 2 && s->victims.empty(); with_protected++) {
@@ -277,11 +267,11 @@ int store_make_room(kvt_store * s, store_lock & lk, size_t stride, uint64_t seq0
         if (r != KVT_ERR_OK) {
             return r;
         }
-        return wait_until(s, lk, deadline) ? (int) KVT_ERR_OK : all_in_use(s); // all that is left is in use
+        return store_wait_until(s, lk, deadline) ? (int) KVT_ERR_OK : all_in_use(s); // all that is left is in use
     }
 }
 
-int store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * out) {
+static int frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * out) {
     const size_t   stride = frame_stride(*a->layouts[layout]);
     const uint32_t cls    = kvt_slab_class(s->slabs, stride);
     const uint64_t seq0   = s->fail_seq;
@@ -291,7 +281,7 @@ int store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t pa
             store_note_peak(s);
             return KVT_ERR_OK;
         }
-        if (r == KVT_ERR_NOMEM && s->slabs.held_bytes == 0) {
+        if (r == KVT_ERR_NOMEM && (s->slabs.held_bytes == 0 || !s->has_disk)) { // nothing is dropped for good while the budget is not full
             return store_fail(s, r, "no memory for " + store_page_name(a, page) + " on the host tier");
         }
         const int e = store_make_room(s, lk, stride, seq0);
@@ -299,4 +289,9 @@ int store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t pa
             return store_fail(s, e, "no room for " + store_page_name(a, page) + " on the host tier: " + s->last_error);
         }
     }
+}
+
+// The caller has the page in its hands (its io): nothing is thrown past that.
+int store_frame_alloc(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page, uint8_t layout, frame * out) {
+    return store_guard([&] { return frame_alloc(s, lk, a, page, layout, out); });
 }

@@ -24,7 +24,7 @@ int store_read_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
 
     std::string err;
     const auto t0 = std::chrono::steady_clock::now();
-    const int  r  = kvt_slot_read(s->file, id, l, data, slot_off(a, page), crc, &err);
+    const int  r  = store_guard([&] { return kvt_slot_read(s->file, id, l, data, slot_off(a, page), crc, &err); });
     const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count();
 
     lk.lock();
@@ -72,6 +72,7 @@ int store_start_write(kvt_store * s, kvt_array * a, uint32_t page, uint8_t slot_
             std::to_string(disk.held_bytes) + " of its budget of " + std::to_string(disk.budget_bytes) + " bytes and needs " +
             std::to_string(extra) + " more; raise the disk or the host budget, or use a smaller format");
     }
+    s->writes.push_back({ a->id, page }); // may throw: before anything has changed
     disk.held_bytes += extra;
     p.slot_bytes    += extra;
     if (p.has_copy) {
@@ -82,7 +83,6 @@ int store_start_write(kvt_store * s, kvt_array * a, uint32_t page, uint8_t slot_
     p.slot_layout = slot_layout;
     p.io          = IO_WRITING;
     s->n_writing++;
-    s->writes.push_back({ a->id, page });
     s->work.notify_one();
     return KVT_ERR_OK;
 }
@@ -114,10 +114,10 @@ void store_release_slot(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t 
 }
 
 static void write_failed(kvt_store * s, kvt_array * a, uint32_t page, int code, const std::string & err) {
-    const std::string text = store_page_name(a, page) + " could not be written to the disk tier and stays on the host: " + err +
-        (code == KVT_ERR_DISK_FULL ? "; free space there, or lower the disk budget and raise the host budget" : "");
     a->pages[page].fail_seq = ++s->fail_seq;
     s->fail_code = code;
+    const std::string text = store_page_name(a, page) + " could not be written to the disk tier and stays on the host: " + err +
+        (code == KVT_ERR_DISK_FULL ? "; free space there, or lower the disk budget and raise the host budget" : "");
     s->fail_text = text;
     if (s->pending_error == KVT_ERR_OK) {
         s->pending_error = code;
@@ -137,26 +137,25 @@ static void write_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t p
     const uint32_t held = p.slot_bytes;
     lk.unlock();
 
-    int r = KVT_ERR_OK;
     uint32_t crc = 0;
     std::string err;
-    if (!same) {
-        try {
+    const int r = store_guard([&] {
+        if (!same) {
             bounce.resize(std::max(bounce.size(), frame_stride(to)));
             kvt_page_transcode(&from, buf, &to, bounce.data());
             buf = bounce.data();
-        } catch (const std::bad_alloc &) {
-            r   = KVT_ERR_NOMEM;
-            err = "no memory to convert it";
         }
-    }
-    if (r == KVT_ERR_OK) {
-        r = kvt_slot_write(s->file, { a->id, page }, to, buf, slot_off(a, page), &crc, &err);
+        return kvt_slot_write(s->file, { a->id, page }, to, buf, slot_off(a, page), &crc, &err);
+    });
+    if (r == KVT_ERR_NOMEM) {
+        err = "no memory";
     }
     const bool freed = r != KVT_ERR_OK && punch_slot(s, slot_off(a, page), held);
 
     lk.lock();
     p.io = IO_NONE;
+    s->n_writing--;
+    store_notify(s);
     if (r == KVT_ERR_OK) {
         p.crc      = crc;
         p.has_copy = true;
@@ -172,8 +171,6 @@ static void write_page(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t p
         }
         write_failed(s, a, page, r, err);
     }
-    s->n_writing--;
-    store_notify(s);
 }
 
 // --- workers -----------------------------------------------------------------------------------------------------
@@ -200,14 +197,17 @@ static void worker_main(kvt_store * s) {
             page_entry & p = page_of(s, id);
             if (p.io == IO_QUEUED) { // else somebody needed it at once, or called it off
                 p.io = IO_READING;
-                store_read_page(s, lk, s->arrays[id.array], id.page);
+                store_guard([&] { return store_read_page(s, lk, s->arrays[id.array], id.page); });
             }
             store_notify(s); // a flush waits for the queue to be empty
             continue;
         }
         const kvt_page_id id = s->writes.front();
         s->writes.pop_front();
-        write_page(s, lk, s->arrays[id.array], id.page, bounce);
+        store_guard([&] {
+            write_page(s, lk, s->arrays[id.array], id.page, bounce);
+            return KVT_ERR_OK;
+        });
     }
 }
 

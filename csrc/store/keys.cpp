@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include <sys/mman.h>
 
@@ -104,14 +105,15 @@ static float f16_at(const uint8_t * p) {
     return x < 0 ? -x : x;
 }
 
-// How far a number of a token's quantized block can lie from what it was: half a step, or a whole one where the largest is
-// clipped (Q4_0), and what rounding step and minimum to 11 bits does. `at`: the token's step, the minimum 64 bytes behind.
-static float quantized_error(enum kvt_format fmt, const uint8_t * at) {
-    const float step = f16_at(at), eps = 1.0f/2048;
+// How far a number of a quantized block can lie from what it was: half a step, or a whole one where the largest is clipped
+// (Q4_0), and what rounding step and minimum to 11 bits does. A block of ggml's begins with its step, the minimum behind it.
+static float quantized_error(enum kvt_format fmt, const uint8_t * block) {
+    const float eps = 1.0f/2048, tiny = 3e-8f; // the latter below F16's normal numbers
+    const float step = f16_at(block), off = fmaxf(step*eps, tiny);
     switch (fmt) {
-        case KVT_FORMAT_Q8_0: return step*(0.5f + 127*eps);
-        case KVT_FORMAT_Q4_0: return step*(1.0f + 8*eps);
-        default:              return step*(0.5f + 15*eps) + f16_at(at + 2*KVT_SUB)*eps;
+        case KVT_FORMAT_Q8_0: return step*0.5f + 127*off;
+        case KVT_FORMAT_Q4_0: return step + 8*off;
+        default:              return step*0.5f + 15*off + fmaxf(f16_at(block + 2)*eps, tiny);
     }
 }
 
@@ -129,44 +131,149 @@ static float query_error(enum kvt_format fmt) {
     return fmt >= KVT_FORMAT_Q8_0 ? 8.8e-5f : 2e-5f;
 }
 
-// Notes the error of a cell's 32 channels (or fewer); `was` NULL: not known.
-static void note_block(kvt_keys * k, int32_t head, int32_t block, size_t cell, const float * was) {
+// Adds to `more` how far each number of a row of ggml's, which is x, can lie from what it was before it was rounded to fmt.
+static void add_rounding(enum kvt_format fmt, const uint8_t * row, const float * x, size_t n, float * more) {
+    float most = 0.0f;
+    for (size_t i = 0; i < n; i++) {
+        if (fmt >= KVT_FORMAT_Q8_0 && i % 32 == 0) {
+            most = quantized_error(fmt, row + kvt_row_bytes(fmt, (int64_t) i));
+        }
+        more[i] += fmt >= KVT_FORMAT_Q8_0 ? most : rounded_error(fmt, x[i]);
+    }
+}
+
+// What is known of a cell beside its stored numbers.
+struct origin {
+    const float * was;      // the row that was stored
+    const float * more;     // how far each of its numbers can lie from what it was before; NULL: nowhere
+    const float * carried;  // the same for each block of each head as a whole; NULL: nothing
+};
+
+// Notes the error of a cell's 32 channels (or fewer).
+static void note_block(kvt_keys * k, int32_t head, int32_t block, size_t cell, const origin & from) {
     const kvt_page_layout & l = k->layout;
     const int32_t c0 = block*32, n = l.geo.d_k - c0 < 32 ? l.geo.d_k - c0 : 32;
-    const float * x = k->row + head*l.geo.d_k + c0;
-    const bool    quantized = l.fmt_k >= KVT_FORMAT_Q8_0;
-    const uint8_t * at = kvt_keys_sub(k, head, cell/KVT_SUB) + (size_t) block*(l.k_sub_bytes/(size_t) n_blocks_of(l)) + 2*(cell % KVT_SUB);
-    const float most = quantized && !was ? quantized_error(l.fmt_k, at) : 0.0f; // a block begins with the steps of its tokens
+    const int32_t at = head*l.geo.d_k + c0;
+    const float * x = k->row + at, * was = from.was + at;
     float off = 0.0f, all = 0.0f;
     for (int32_t c = 0; c < n; c++) {
-        const float e = was ? x[c] - was[c] : quantized ? most : rounded_error(l.fmt_k, x[c]);
+        const float e = from.more ? fabsf(x[c] - was[c]) + from.more[at + c] : x[c] - was[c];
         off += e*e;
         all += x[c]*x[c];
     }
-    const float error = (sqrtf(off) + query_error(l.fmt_k)*sqrtf(all))*1.00001f;
+    const float carried = from.carried ? from.carried[head*n_blocks_of(l) + block] : 0.0f;
+    const float error = (sqrtf(off) + query_error(l.fmt_k)*sqrtf(all) + carried)*1.00001f;
     float * noted = (float *) kvt_keys_errors(k, head, block) + cell/KVT_SUB;
     if (!(error <= *noted)) {
         *noted = error <= FLT_MAX ? error : INFINITY; // not a number: as bad as can be
     }
 }
 
-static void note_cell(kvt_keys * k, size_t cell, const float * was) {
+static void note_cell(kvt_keys * k, size_t cell, const origin & from) {
     const kvt_geometry & geo = k->layout.geo;
     kvt_page_get_f32(&k->layout, k->data, KVT_PART_K, (int32_t) cell, k->row);
     for (int32_t h = 0; h < geo.n_head_kv; h++) {
         for (int32_t b = 0; b < n_blocks_of(k->layout); b++) {
-            note_block(k, h, b, cell, was ? was + h*geo.d_k + b*32 : NULL);
+            note_block(k, h, b, cell, from);
         }
     }
 }
 
 void kvt_keys_put(struct kvt_keys * k, size_t cell, const float * row) {
     kvt_page_put_f32(&k->layout, k->data, KVT_PART_K, (int32_t) cell, row);
-    note_cell(k, cell, row);
+    note_cell(k, cell, { row, NULL, NULL });
 }
 
-void kvt_keys_note_write(struct kvt_keys * k, size_t cell, size_t n) {
-    for (size_t c = cell; c < cell + n; c++) {
-        note_cell(k, c, NULL);
+static std::vector<float> numbers_of(const kvt_keys * k, enum kvt_format fmt, const void * row) {
+    std::vector<float> x(n_row_of(k->layout));
+    kvt_row_to_f32(fmt, row, x.data(), (int64_t) x.size());
+    return x;
+}
+
+// a cell as a row of ggml's in the keys' own format
+static std::vector<uint8_t> stored_row(const kvt_keys * k, size_t cell) {
+    std::vector<uint8_t> row(kvt_row_bytes(k->layout.fmt_k, (int64_t) n_row_of(k->layout)));
+    kvt_page_get_row(&k->layout, k->data, KVT_PART_K, (int32_t) cell, k->layout.fmt_k, row.data());
+    return row;
+}
+
+void kvt_keys_put_row(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * row) {
+    const enum kvt_format own = k->layout.fmt_k;
+    const std::vector<float> x = numbers_of(k, fmt, row);
+    std::vector<float> more(x.size());
+    add_rounding(fmt, (const uint8_t *) row, x.data(), x.size(), more.data());
+    kvt_page_put_row(&k->layout, k->data, KVT_PART_K, (int32_t) cell, fmt, row);
+    if (fmt != own) {
+        const std::vector<uint8_t> stored = stored_row(k, cell);
+        add_rounding(own, stored.data(), numbers_of(k, own, stored.data()).data(), x.size(), more.data());
+    }
+    note_cell(k, cell, { x.data(), more.data(), NULL });
+}
+
+void kvt_keys_copy(struct kvt_keys * k, size_t cell, const struct kvt_keys * from, size_t from_cell) {
+    const kvt_geometry & geo = k->layout.geo, & other = from->layout.geo;
+    const bool same_heads = geo.n_head_kv == other.n_head_kv && geo.d_k == other.d_k;
+    const std::vector<uint8_t> row = stored_row(from, from_cell);
+    const std::vector<float>   x   = numbers_of(from, from->layout.fmt_k, row.data());
+    std::vector<float> carried;
+    for (int32_t h = 0; h < geo.n_head_kv; h++) {
+        for (int32_t b = 0; b < n_blocks_of(k->layout); b++) {
+            carried.push_back(same_heads ? kvt_keys_errors(from, h, b)[from_cell/KVT_SUB] : INFINITY);
+        }
+    }
+    kvt_page_put_row(&k->layout, k->data, KVT_PART_K, (int32_t) cell, from->layout.fmt_k, row.data());
+    note_cell(k, cell, { x.data(), NULL, carried.data() });
+}
+
+static float norm_of(const float * x, int32_t n) {
+    float sum = 0.0f;
+    for (int32_t c = 0; c < n; c++) {
+        sum += x[c]*x[c];
+    }
+    return sqrtf(sum);
+}
+
+// of all channels of a head, given what was noted of its blocks
+static float head_error(const kvt_keys * k, const float * noted, int32_t head, size_t cell) {
+    const int32_t n_blocks = n_blocks_of(k->layout);
+    float sum = 0.0f;
+    for (int32_t b = 0; b < n_blocks; b++) {
+        const float e = noted[(size_t) (head*n_blocks + b)*k->ld_error + cell/KVT_SUB];
+        sum += e*e;
+    }
+    return sqrtf(sum);
+}
+
+// How much longer errors may have become with a head. It is known by its length as a whole, of which the part that was stretched
+// (YaRN scales what it turns) may be half: the square is no less than what that part was stretched by.
+static float stretch_of(float before, float after) {
+    return before > 0.0f && after > before ? (after/before)*(after/before) : 1.0f;
+}
+
+// The turn takes errors from block to block, so that any may hold all of what its head had.
+void kvt_keys_change(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * before, const void * after, const float * noted) {
+    const kvt_geometry & geo = k->layout.geo;
+    const std::vector<float> read = numbers_of(k, fmt, before), x = numbers_of(k, fmt, after);
+    std::vector<float> off(x.size()), more(x.size()), carried;
+    kvt_page_get_f32(&k->layout, k->data, KVT_PART_K, (int32_t) cell, off.data());
+    for (size_t i = 0; i < x.size(); i++) {
+        off[i] -= read[i];
+    }
+    for (int32_t h = 0; h < geo.n_head_kv; h++) {
+        const size_t at      = (size_t) h*(size_t) geo.d_k;
+        const float  stretch = stretch_of(norm_of(read.data() + at, geo.d_k), norm_of(x.data() + at, geo.d_k));
+        const float  error   = head_error(k, noted, h, cell) + norm_of(off.data() + at, geo.d_k);
+        carried.insert(carried.end(), (size_t) n_blocks_of(k->layout), error*stretch);
+    }
+    add_rounding(fmt, (const uint8_t *) after, x.data(), x.size(), more.data());
+    kvt_page_put_row(&k->layout, k->data, KVT_PART_K, (int32_t) cell, fmt, after);
+    note_cell(k, cell, { x.data(), more.data(), carried.data() });
+}
+
+void kvt_keys_doubt(struct kvt_keys * k, size_t cell) {
+    for (int32_t h = 0; h < k->layout.geo.n_head_kv; h++) {
+        for (int32_t b = 0; b < n_blocks_of(k->layout); b++) {
+            ((float *) kvt_keys_errors(k, h, b))[cell/KVT_SUB] = INFINITY;
+        }
     }
 }

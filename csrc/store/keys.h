@@ -37,12 +37,20 @@ static inline const uint8_t * kvt_keys_sub(const struct kvt_keys * k, int32_t he
 
 // Writes a cell, [n_head_kv*d_k].
 void kvt_keys_put(struct kvt_keys * k, size_t cell, const float * row);
-// after cells [cell, cell + n) were written some other way: what they were before they were rounded is not known
-void kvt_keys_note_write(struct kvt_keys * k, size_t cell, size_t n);
+// The same from a row of ggml's that was rounded to fmt before it came, and to the keys' own format before that for all that is
+// known: the most that both can have done is noted.
+void kvt_keys_put_row(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * row);
+// The same from a cell of other keys, or of these, with as many channels in all: with what was noted there.
+void kvt_keys_copy(struct kvt_keys * k, size_t cell, const struct kvt_keys * from, size_t from_cell);
+// The same from what an operation in place, such as a shift of positions, has made of the cell: of `before`, the row of fmt that it was
+// read as, `after`, in which every head is turned and perhaps stretched. `noted`: a copy of k->error from before the operation's first change.
+void kvt_keys_change(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * before, const void * after, const float * noted);
+// after a cell was written: nothing is known of how it had been rounded
+void kvt_keys_doubt(struct kvt_keys * k, size_t cell);
 
 // By sub: how far, at most, a stored key lies from what it was, in 32 channels (Euclidean), with what rounding a query to 16
 // bits and single precision amount to on top. The product of a query with a key of the sub, over these channels, is off by at
-// most this much times the query's norm. It grows as cells are written, and starts again when the keys are cleared.
+// most this much times the query's norm. It grows as cells are written (INFINITY: nothing is known), and starts again when the keys are cleared.
 // Groups of 32 subs can be read, to the end of the last one.
 static inline const float * kvt_keys_errors(const struct kvt_keys * k, int32_t head, int32_t block) {
     return k->error + (size_t) (head*((k->layout.geo.d_k + 31)/32) + block)*k->ld_error;

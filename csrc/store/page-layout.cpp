@@ -26,10 +26,10 @@ static size_t sub_bytes(enum kvt_format fmt, int32_t d) {
 }
 
 int kvt_page_layout_init(struct kvt_page_layout * out, const struct kvt_geometry * geo, enum kvt_format fmt_k, enum kvt_format fmt_v) {
-    if (!out || !geo || geo->n_head_kv <= 0 || geo->d_k < 0 || geo->d_v < 0 || geo->d_k + geo->d_v == 0 || geo->page_tokens <= 0 || geo->page_tokens % KVT_SUB != 0) {
+    if (!out || !geo || geo->n_head_kv <= 0 || geo->d_k < 0 || geo->d_v < 0 || (geo->d_k == 0 && geo->d_v == 0) || geo->page_tokens <= 0 || geo->page_tokens % KVT_SUB != 0) {
         return KVT_ERR_INVALID;
     }
-    // with these limits no size below can overflow 32 bits by far
+    // with these limits no size below comes near 64 bits; a page must fit into 31
     if (geo->n_head_kv > 4096 || geo->d_k > 65536 || geo->d_v > 65536 || geo->page_tokens > 65536) {
         return KVT_ERR_INVALID;
     }

@@ -141,7 +141,7 @@ static int reencode(kvt_store * s, store_lock & lk, kvt_array * a, uint32_t page
     page_entry & p = a->pages[page];
     frame f;
     p.io = IO_MOVING;
-    const int r = frame_for_format(s, lk, a, page, layout, &f);
+    const int r = store_guard([&] { return frame_for_format(s, lk, a, page, layout, &f); });
     if (r == KVT_ERR_OK) {
         const kvt_page_layout & from = *a->layouts[p.layout];
         const kvt_page_layout & to   = *a->layouts[layout];

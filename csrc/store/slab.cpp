@@ -72,28 +72,28 @@ static int grow(slab_pool & pool, uint32_t cls) {
     if (pool.held_bytes + c.slab_bytes > pool.limit_bytes) {
         return KVT_ERR_BUDGET;
     }
-    uint8_t * base = map_slab(c.slab_bytes);
-    if (!base) {
-        return KVT_ERR_NOMEM;
-    }
-    uint32_t id;
-    if (!pool.free_ids.empty()) {
-        id = pool.free_ids.back();
-        pool.free_ids.pop_back();
-    } else {
-        id = (uint32_t) pool.slabs.size();
+    // what may throw comes first, and freeing needs no memory later
+    if (pool.free_ids.empty()) {
         pool.slabs.emplace_back();
+        pool.free_ids.reserve(pool.slabs.capacity());
+        pool.free_ids.push_back((uint32_t) pool.slabs.size() - 1);
     }
-    slab & s  = pool.slabs[id];
-    s.base    = base;
-    s.n_bytes = c.slab_bytes;
-    s.cls     = cls;
-    s.n_used  = 0;
+    c.partial.reserve(pool.slabs.capacity());
+    const uint32_t id = pool.free_ids.back();
+    slab & s = pool.slabs[id];
     s.owner.assign(c.n_frames, { UINT32_MAX, UINT32_MAX });
     s.free_frames.clear();
     for (uint32_t i = c.n_frames; i-- > 0;) {
         s.free_frames.push_back(i);
     }
+    s.base = map_slab(c.slab_bytes);
+    if (!s.base) {
+        return KVT_ERR_NOMEM;
+    }
+    pool.free_ids.pop_back();
+    s.n_bytes = c.slab_bytes;
+    s.cls     = cls;
+    s.n_used  = 0;
     c.partial.push_back(id);
     pool.held_bytes += c.slab_bytes;
     return KVT_ERR_OK;
@@ -219,8 +219,20 @@ static transit_frame * transit_map(transit_pool & pool, size_t n_bytes) {
     return entry;
 }
 
+size_t kvt_transit_bytes(size_t n_bytes) {
+    return round_up(n_bytes, SYS_PAGE);
+}
+
+void kvt_transit_trim(transit_pool & pool, uint64_t n_bytes) {
+    for (transit_frame & f : pool.frames) {
+        if (pool.held_bytes > n_bytes && f.state == TRANSIT_FREE && f.base) {
+            transit_unmap(pool, f);
+        }
+    }
+}
+
 int kvt_transit_alloc(transit_pool & pool, size_t n_bytes, struct kvt_page_id owner, frame * out) {
-    n_bytes = round_up(n_bytes, SYS_PAGE);
+    n_bytes = kvt_transit_bytes(n_bytes);
     transit_frame * best = nullptr;
     for (transit_frame & f : pool.frames) {
         if (f.state == TRANSIT_FREE && f.base && f.n_bytes >= n_bytes && (!best || f.n_bytes < best->n_bytes)) {
@@ -228,14 +240,7 @@ int kvt_transit_alloc(transit_pool & pool, size_t n_bytes, struct kvt_page_id ow
         }
     }
     if (!best) {
-        for (transit_frame & f : pool.frames) {
-            if (pool.held_bytes + n_bytes <= pool.quota_bytes) {
-                break;
-            }
-            if (f.state == TRANSIT_FREE && f.base) {
-                transit_unmap(pool, f);
-            }
-        }
+        kvt_transit_trim(pool, pool.quota_bytes - std::min<uint64_t>(pool.quota_bytes, n_bytes));
         if (pool.held_bytes + n_bytes > pool.quota_bytes) {
             return KVT_ERR_BUDGET;
         }

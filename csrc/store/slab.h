@@ -75,7 +75,9 @@ struct transit_pool {
     std::vector<transit_frame> frames;    // entries keep their index for life
 };
 
+size_t kvt_transit_bytes(size_t n_bytes);                             // what a frame for so many takes
 // A free frame of n_bytes, mapping one if the quota allows; free frames that are too small are given back for it.
 int  kvt_transit_alloc(transit_pool & pool, size_t n_bytes, struct kvt_page_id owner, frame * out);
 void kvt_transit_set  (transit_pool & pool, uint32_t index, transit_state state);
+void kvt_transit_trim (transit_pool & pool, uint64_t n_bytes);        // gives free frames back while more is held
 void kvt_transit_clear(transit_pool & pool);

@@ -9,9 +9,11 @@
 
 #include "../include/kvtier-errors.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -75,6 +77,8 @@ static const uint8_t LAYOUT_DISK = 1;
 static const double KVT_READ_US_FAST = 40.0;
 static const double KVT_READ_US_SLOW = 1000.0;
 
+static const auto KVT_PINS_WAIT = std::chrono::milliseconds(1000); // others hold pins only for moments; our own caller might not
+
 struct file_range { int64_t base; uint64_t n_bytes; };
 struct victim     { kvt_page_id id; uint64_t last_use, clock; };  // as it was when chosen
 
@@ -105,6 +109,7 @@ struct kvt_store {
     int32_t      protect_first = 0, protect_last = 0;       // what the budget lets be of the parameters
     int64_t      file_end = 0;
     std::vector<file_range> free_ranges;
+    std::map<int64_t, uint64_t> left_slots; // of free ranges: what could not be freed and still counts, place and bytes
 
     std::vector<victim> victims;       // chosen by the policy, worst first; checked again before use
     size_t       victims_stride = 0;
@@ -146,6 +151,7 @@ kvt_array * store_array (kvt_store * s, uint32_t id);         // NULL and the er
 int         store_fail  (kvt_store * s, int code, const std::string & text);
 std::string store_page_name(const kvt_array * a, uint32_t page);
 void        store_wait  (kvt_store * s, store_lock & lk);
+bool        store_wait_until(kvt_store * s, store_lock & lk, std::chrono::steady_clock::time_point deadline);   // false: it is over
 void        store_notify(kvt_store * s);
 typedef decltype(kvt_offload_hooks::on_leave) kvt_offload_hooks::* hook_slot;
 // Calls a hook, if it is set, without the lock. The page is in our hands meanwhile (its io), so it and its array stay.
@@ -175,6 +181,7 @@ void store_unqueue      (kvt_store * s, uint32_t array);      // forgets all req
 // transit.cpp
 int  store_frame_for_read(kvt_store * s, kvt_array * a, uint32_t page, bool must);        // BUDGET: none free right now
 void store_free_transit  (kvt_store * s, page_entry & p);
+void store_trim_transit  (kvt_store * s, uint64_t n_bytes);           // frames beyond that go back to the system, but for those in use
 void store_pump_ahead    (kvt_store * s);
 void store_add_ahead     (kvt_store * s, kvt_array * a, const uint32_t * pages, size_t n);
 

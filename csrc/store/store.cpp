@@ -9,11 +9,6 @@
 
 // --- shared helpers ----------------------------------------------------------------------------------------------
 
-const char * kvt_tier_name(enum kvt_tier tier) {
-    static const char * const names[KVT_TIER_COUNT] = { "none", "device", "host", "disk", "remote" };
-    return tier >= 0 && tier < KVT_TIER_COUNT ? names[tier] : nullptr;
-}
-
 int store_fail(kvt_store * s, int code, const std::string & text) {
     s->last_error = text;
     s->last_code  = code;
@@ -36,6 +31,13 @@ void store_wait(kvt_store * s, store_lock & lk) {
     s->n_waiters++;
     s->changed.wait(lk);
     s->n_waiters--;
+}
+
+bool store_wait_until(kvt_store * s, store_lock & lk, std::chrono::steady_clock::time_point deadline) {
+    s->n_waiters++;
+    const bool woken = s->changed.wait_until(lk, deadline) == std::cv_status::no_timeout;
+    s->n_waiters--;
+    return woken;
 }
 
 void store_notify(kvt_store * s) {
@@ -343,6 +345,41 @@ static void give_range(kvt_store * s, int64_t base, uint64_t n_bytes) {
     s->free_ranges = merged;
 }
 
+// What is left of others' slots in the array's range counts as its pages' slots, which will be written over it.
+static void take_left_slots(kvt_store * s, kvt_array * a) {
+    const int64_t begin = a->base, end = slot_off(a, a->n_pages);
+    auto it = s->left_slots.upper_bound(begin);
+    it = it == s->left_slots.begin() ? it : std::prev(it);
+    while (it != s->left_slots.end() && it->first < end) {
+        const int64_t at = it->first, stop = at + (int64_t) it->second;
+        if (stop <= begin) {
+            ++it;
+            continue;
+        }
+        it = s->left_slots.erase(it);
+        if (at < begin) {
+            s->left_slots[at] = (uint64_t) (begin - at);
+        }
+        if (stop > end) {
+            s->left_slots[end] = (uint64_t) (stop - end);
+        }
+        for (int64_t i = std::max(at, begin); i < std::min(stop, end);) {
+            const uint32_t page = (uint32_t) ((uint64_t) (i - begin)/a->slot_stride);
+            const int64_t  next = std::min({ stop, end, slot_off(a, page + 1) });
+            a->pages[page].slot_bytes += (uint32_t) (next - i);
+            i = next;
+        }
+    }
+}
+
+static void leave_slots(kvt_store * s, const kvt_array * a) {
+    for (uint32_t i = 0; i < a->n_pages; i++) {
+        if (a->pages[i].slot_bytes > 0) {
+            s->left_slots[slot_off(a, i)] = a->pages[i].slot_bytes;
+        }
+    }
+}
+
 static int make_layouts(kvt_store * s, kvt_array * a) {
     const kvt_array_params & p = a->params;
     a->layouts.push_back(std::make_unique<kvt_page_layout>());
@@ -367,12 +404,31 @@ static bool params_ok(const kvt_store * s, const struct kvt_array_params * p) {
 
 static void forget_array(kvt_store * s, kvt_array * a) {
     store_unqueue(s, a->id);
-    if (s->has_disk) {
-        give_range(s, a->base, a->slot_stride*a->n_pages);
-    }
     s->arrays[a->id] = nullptr;
-    std::string unused;
-    store_plan_budget(s, &unused); // fewer arrays always fit
+    store_guard([s, a] { // without memory its range of the file lies fallow
+        if (s->has_disk) {
+            leave_slots(s, a);
+            give_range(s, a->base, a->slot_stride*a->n_pages);
+        }
+        std::string unused;
+        return store_plan_budget(s, &unused); // fewer arrays always fit
+    });
+}
+
+static int make_place(kvt_store * s, store_lock & lk, kvt_array * a) {
+    if (s->has_disk) {
+        take_left_slots(s, a);
+    }
+    std::string err;
+    int r = store_plan_budget(s, &err);
+    if (r != KVT_ERR_OK) {
+        return store_fail(s, r, "layer " + std::to_string(a->params.layer) + ": " + err);
+    }
+    const uint64_t seq0 = s->fail_seq;
+    while (r == KVT_ERR_OK && s->slabs.held_bytes > s->slabs.limit_bytes) { // its transit frames come out of what others hold
+        r = store_make_room(s, lk, 0, seq0);
+    }
+    return r;
 }
 
 static int add_array(kvt_store * s, store_lock & lk, std::unique_ptr<kvt_array> a, kvt_array ** out) {
@@ -384,19 +440,10 @@ static int add_array(kvt_store * s, store_lock & lk, std::unique_ptr<kvt_array> 
     a->newest.resize(a->params.n_streams);
     s->arrays.push_back(a.get());
     a->base = s->has_disk ? take_range(s, a->slot_stride*a->n_pages) : 0;
-    std::string err;
-    r = store_plan_budget(s, &err);
+    r = store_guard([&] { return make_place(s, lk, a.get()); });
     if (r != KVT_ERR_OK) {
         forget_array(s, a.get());
-        return store_fail(s, r, "layer " + std::to_string(a->params.layer) + ": " + err);
-    }
-    const uint64_t seq0 = s->fail_seq;
-    while (s->slabs.held_bytes > s->slabs.limit_bytes) { // the new array's transit frames come out of what others hold
-        r = store_make_room(s, lk, 0, seq0);
-        if (r != KVT_ERR_OK) {
-            forget_array(s, a.get());
-            return r;
-        }
+        return r;
     }
     *out = a.release();
     return KVT_ERR_OK;
@@ -443,10 +490,6 @@ void kvt_store_array_remove(struct kvt_array * a) {
 
 uint32_t kvt_array_id(const struct kvt_array * a) {
     return a->id;
-}
-
-const struct kvt_array_params * kvt_array_get_params(const struct kvt_array * a) {
-    return &a->params;
 }
 
 uint32_t kvt_array_n_pages(const struct kvt_array * a) {

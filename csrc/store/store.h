@@ -36,7 +36,6 @@ struct kvt_store;
 struct kvt_array;
 
 enum kvt_tier { KVT_TIER_NONE = 0, KVT_TIER_DEVICE = 1, KVT_TIER_HOST = 2, KVT_TIER_DISK = 3, KVT_TIER_REMOTE = 4, KVT_TIER_COUNT };
-const char * kvt_tier_name(enum kvt_tier tier);
 
 struct kvt_page_id { uint32_t array; uint32_t page; }; // array: the id given at array_add
 
@@ -52,6 +51,9 @@ struct kvt_page_info {
     uint8_t  fmt_k, fmt_v;  // on its tier
     uint8_t  some_lost;     // some of its cells are lost; all of them, and the page gone, if tier is NONE
 };
+
+// The built-in order, which others may fall back to: whether a leaves before b.
+int kvt_lru_before(const struct kvt_page_info * a, const struct kvt_page_info * b);
 
 // Chooses which host pages leave. Called with the store's lock held: must not call the store, must not block.
 // `pages` holds the candidates (resident, not pinned, not protected). Writes up to `n_max` indices into `victims`,
@@ -133,7 +135,6 @@ uint64_t kvt_store_least_host(struct kvt_store * s, const struct kvt_array_param
 int  kvt_store_array_add   (struct kvt_store * s, const struct kvt_array_params * p, struct kvt_array ** out);
 void kvt_store_array_remove(struct kvt_array * a);      // no page may be pinned
 uint32_t kvt_array_id(const struct kvt_array * a);
-const struct kvt_array_params * kvt_array_get_params(const struct kvt_array * a);
 uint32_t kvt_array_n_pages(const struct kvt_array * a);
 
 // A pinned page. `data` is NULL for an absent page (zeros). Valid until released.
@@ -164,7 +165,7 @@ void kvt_array_release_many(struct kvt_array * a, const struct kvt_page_ref * re
 // returns at once; a later acquire finds them done or under way. Never an error.
 void kvt_array_prefetch(struct kvt_array * a, const uint32_t * pages, size_t n);
 
-int  kvt_array_discard(struct kvt_array * a, uint32_t first, uint32_t n);   // become absent; waits for their I/O. INVALID if pinned
+int  kvt_array_discard(struct kvt_array * a, uint32_t first, uint32_t n);   // become absent; waits for their I/O. INVALID if one stays pinned
 int  kvt_array_info   (struct kvt_array * a, uint32_t page, struct kvt_page_info * out);
 int  kvt_array_infos  (struct kvt_array * a, struct kvt_page_info * out);   // of all pages: [n_pages]
 // Cells of one page, from `cell` (within the page) on, were written, or are copies of lost ones.
@@ -180,7 +181,7 @@ int  kvt_store_flush  (struct kvt_store * s);                               // w
 struct kvt_tier_stats { uint64_t budget_bytes, used_bytes, held_bytes, n_pages, bytes_by_format[KVT_FORMAT_COUNT]; };
 struct kvt_store_stats {
     struct kvt_tier_stats tier[KVT_TIER_COUNT];
-    uint64_t n_hits, n_misses;             // acquires for reading that found the page on host / had to read the disk
+    uint64_t n_hits, n_misses;             // acquires for reading that found the page on host / on disk, where read-ahead may have it already
     uint64_t n_prefetched, n_prefetch_used;
     uint64_t n_evicted, n_recalled;        // host to disk, disk to host (admitted)
     uint64_t disk_read_bytes, disk_write_bytes, disk_reads, disk_writes;

@@ -42,6 +42,12 @@ static bool recycle(kvt_store * s, uint32_t array, bool must) {
     return true;
 }
 
+void store_trim_transit(kvt_store * s, uint64_t n_bytes) {
+    do {
+        kvt_transit_trim(s->transit, n_bytes);
+    } while (s->transit.held_bytes > n_bytes && recycle(s, UINT32_MAX, true));
+}
+
 static bool any_busy(const kvt_store * s) {
     for (const transit_frame & f : s->transit.frames) {
         if (f.state == TRANSIT_BUSY) {

@@ -42,12 +42,12 @@ static inline float f16_value(uint16_t h) {
     return x;
 }
 
-// One array of pages. Some may be absent (read as zeros) or missing (only `acquire` hands them out).
+// One array of pages. Some may be absent (read as zeros) or missing (only `acquire` hands them out), or gone when they are acquired.
 struct memory_pages {
     struct page {
         const kvt_page_layout * layout = nullptr;
         uint8_t * data = nullptr;
-        bool absent = false, missing = false;
+        bool absent = false, missing = false, drops = false;   // drops: a missing one that is dropped before anybody gets it
         std::vector<uint32_t> lost;   // bits of lost cells; empty: none. A page that is all ones and absent is gone
         int  pins = 0;
     };
@@ -107,6 +107,10 @@ struct memory_pages {
         memory_pages * m = (memory_pages *) ctx;
         std::lock_guard<std::mutex> guard(m->lock);
         if (m->fails()) return m->error;
+        if (m->pages[page].drops) {
+            m->pages[page].absent = true;
+            m->pages[page].lost.assign((size_t) m->pages[page].layout->geo.page_tokens/32, UINT32_MAX);
+        }
         m->give(page, out);
         int pins = 0;
         for (const auto & p : m->pages) pins += p.missing ? p.pins : 0;

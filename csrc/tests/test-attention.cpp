@@ -7,6 +7,7 @@
 #include <string>
 
 #include "attention-fixture.h"
+#include "../attention/attention-impl.h"
 
 enum mask_kind { NO_MASK, CAUSAL, WINDOW, RANDOM, BLOCKY, ALIBI, SOME_BLIND, PER_HEAD };
 
@@ -19,13 +20,14 @@ struct scenario {
     int   missing_every, absent_every;   // 0: none
     int   n_threads;
     int   lost_every = 0;   // 0: no lost cells; else of these pages one is gone, one has lost subs, one lost cells
+    int   drop_every = 0;   // 0: none; else of these pages one goes between pinning and reading
 };
 
 static std::string describe(const scenario & c, const char * isa) {
     char buf[400];
-    snprintf(buf, sizeof(buf), "%s kv heads %d group %d d %d/%d/%d page %d queries %d kv %d %s/%s mask %d softcap %d sinks %d mixed %d mass %d missing %d absent %d threads %d",
+    snprintf(buf, sizeof(buf), "%s kv heads %d group %d d %d/%d/%d page %d queries %d kv %d %s/%s mask %d softcap %d sinks %d mixed %d mass %d missing %d absent %d threads %d lost %d drop %d",
              isa, c.n_head_kv, c.group, c.d_k, c.d_v, c.d_v_out, c.page_tokens, c.n_queries, c.n_kv, kvt_format_name(c.fmt_k), kvt_format_name(c.fmt_v),
-             c.mask, c.softcap, c.sinks, c.mixed, c.mass, c.missing_every, c.absent_every, c.n_threads);
+             c.mask, c.softcap, c.sinks, c.mixed, c.mass, c.missing_every, c.absent_every, c.n_threads, c.lost_every, c.drop_every);
     return buf;
 }
 
@@ -80,6 +82,7 @@ problem::problem(const scenario & c, uint32_t seed) : mem(PAGE_FIRST + (size_t) 
             for (int s = 0; s < c.page_tokens/32; s++) mem.pages[i].lost.push_back(kind == 0 || (kind == 1 && s % 2) ? UINT32_MAX : kind == 1 ? 0 : rng());
             if (kind == 0) mem.pages[i].absent = true, mem.pages[i].missing = false;
         }
+        if (c.drop_every && i % c.drop_every == 1) mem.pages[i].missing = mem.pages[i].drops = true;
     }
     const int n_head_q = c.n_head_kv*c.group;
     q.resize((size_t) c.n_queries*n_head_q*c.d_k);
@@ -168,6 +171,7 @@ static void run(kvt_attention * a, const scenario & c, const char * isa, uint32_
     if (c.mass) CHECK(kvt_mass_create(&mass, p.mem.pages.size(), c.page_tokens, 0.75f) == 0);
     p.op.mass = mass;
     kvt_attention_set_n_threads(a, c.n_threads);
+    if (a->probs.p) memset(a->probs.p, 0xff, a->probs.n_bytes);   // NaN: weights of an earlier operation are not taken for those of this one
     const int err = kvt_attention_run(a, &p.op);
     CHECK_MSG(err == 0, "%s: error %d", what.c_str(), err);
     std::vector<double> want, want_mass;
@@ -230,7 +234,14 @@ static std::vector<scenario> scenarios() {
         c.n_kv = 1500; c.n_queries = nq; c.page_tokens = pt; c.mask = m; c.mass = true; c.missing_every = every % 2 ? 2 : 0; c.lost_every = every; c.n_threads = 2;
         all.push_back(c);
     }
+    for (int nq : { 1, 2, 40, 200 }) for (int pt : { 32, 128 }) for (int lost : { 0, 7 }) for (int threads : { 1, 3 }) {
+        scenario c = BASE;
+        c.n_kv = 1500; c.n_queries = nq; c.page_tokens = pt; c.mass = true; c.missing_every = 5; c.lost_every = lost; c.drop_every = 3; c.n_threads = threads;
+        all.push_back(c);
+    }
     scenario mla = { 1, 128, 576, 0, 512, 32, 3, 200, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false, false, true, 3, 0, 3 };
+    all.push_back(mla);
+    mla.n_queries = 1; mla.drop_every = 4;
     all.push_back(mla);
     return all;
 }
@@ -269,6 +280,29 @@ static void same_bits(kvt_attention * a) {
     }
 }
 
+// A page may be dropped, and its mass with it, as soon as nobody holds it: nothing is added to that mass afterwards.
+static kvt_mass * g_mass;
+static void release_and_drop(void * ctx, const kvt_page_ref * refs, size_t n) {
+    memory_pages::release_many(ctx, refs, n);
+    for (size_t i = 0; i < n; i++) kvt_mass_clear(g_mass, (size_t) refs[i].page*BASE.page_tokens, BASE.page_tokens);
+}
+
+static void mass_goes_with_its_page(kvt_attention * a) {
+    for (int nq : { 1, 40 }) {
+        scenario c = BASE;
+        c.n_queries = nq;
+        problem p(c, 13);
+        p.mem.source.release_many = release_and_drop;
+        CHECK(kvt_mass_create(&g_mass, p.mem.pages.size(), c.page_tokens, 0.5f) == 0);
+        p.op.mass = g_mass;
+        CHECK(kvt_attention_run(a, &p.op) == 0);
+        CHECK(g_mass->n_steps == 1);
+        CHECK(std::all_of(g_mass->token_mean, g_mass->token_mean + g_mass->n_cells, [](float x) { return x == 0.0f; }));
+        CHECK(std::all_of(g_mass->page_mean,  g_mass->page_mean  + g_mass->n_pages, [](float x) { return x == 0.0f; }));
+        kvt_mass_free(g_mass);
+    }
+}
+
 static void bad_operations(kvt_attention * a) {
     const auto refuse = [a](void (*spoil)(kvt_attention_op &)) {
         problem p(BASE, 9);
@@ -300,6 +334,7 @@ int main(int argc, char ** argv) {
         for (const scenario & c : all) run(a, c, isas[i], seed++);
         errors_unpin(a);
         same_bits(a);
+        mass_goes_with_its_page(a);
         bad_operations(a);
         printf("%-11s %zu cases, largest relative error per key format:", isas[i], all.size());
         for (int f = 0; f < KVT_FORMAT_COUNT; f++) printf(" %s %.1e", kvt_format_name((kvt_format) f), g_worst[f]);

@@ -18,6 +18,7 @@ struct shape {
     bool  softcap, sinks, window;
     int   missing_every, absent_every;
     int   n_threads;
+    int   n_shifts = 0;         // of all keys, after they were written, by way of rows of F16 or Q8_0
 };
 static const shape BASE = { 3, 3, 64, 32, 1, 2000, KVT_FORMAT_Q8_0, KVT_FORMAT_F16, 0.05f, 2.0f, false, false, false, 0, 0, 2 };
 static const uint32_t PAGE_FIRST = 3;
@@ -63,6 +64,39 @@ static kvt_store * some_store() {
     return store;
 }
 
+// What a shift of positions does: the first channels of every head are turned against each other, c and c + n_channels/2, and stretched.
+struct turning {
+    int    n_channels;
+    float  stretch = 1.0f;
+    double angle   = NAN;   // NAN: each cell and channel has its own
+};
+
+static void turn(float * row, int n_head, int d, size_t cell, const turning & how) {
+    for (int h = 0; h < n_head; h++) for (int c = 0; c < how.n_channels/2; c++) {
+        float * a = row + h*d + c, * b = a + how.n_channels/2;
+        const double own = (double) (cell % 5 + 1)*std::pow(10000.0, -2.0*c/how.n_channels), angle = std::isnan(how.angle) ? own : how.angle, x = *a, y = *b;
+        *a = (float) (how.stretch*(x*std::cos(angle) - y*std::sin(angle)));
+        *b = (float) (how.stretch*(x*std::sin(angle) + y*std::cos(angle)));
+    }
+}
+
+// Turns the cells from `first` on where they are, as rows of `fmt`, and what they were before they were ever rounded, [n][n_head_kv*d].
+static void shift_keys(kvt_keys * keys, kvt_format fmt, size_t first, std::vector<float> & exact, const turning & how) {
+    const kvt_geometry & geo = keys->layout.geo;
+    const int n_row = geo.n_head_kv*geo.d_k;
+    const std::vector<float> noted(kvt_keys_errors(keys, 0, 0), kvt_keys_errors(keys, geo.n_head_kv, 0));
+    std::vector<uint8_t> before(kvt_row_bytes(fmt, n_row)), after(before.size());
+    std::vector<float> row(n_row);
+    for (size_t i = 0; i*n_row < exact.size(); i++) {
+        kvt_page_get_row(&keys->layout, keys->data, KVT_PART_K, (int32_t) (first + i), fmt, before.data());
+        kvt_row_to_f32(fmt, before.data(), row.data(), n_row);
+        turn(row.data(), geo.n_head_kv, geo.d_k, i, how);
+        kvt_row_from_f32(fmt, row.data(), after.data(), n_row);
+        kvt_keys_change(keys, first + i, fmt, before.data(), after.data(), noted.data());
+        turn(&exact[i*n_row], geo.n_head_kv, geo.d_k, i, how);
+    }
+}
+
 // Keys apart from pages of values, and everything an operation points to.
 struct problem {
     shape c;
@@ -95,6 +129,7 @@ problem::problem(const shape & s, const inputs & in) : c(s), mem(PAGE_FIRST + (s
     const size_t n_cells = mem.pages.size()*c.page_tokens;
     CHECK(kvt_keys_create(some_store(), c.n_head_kv, c.d, n_cells, c.fmt_k, &keys) == 0);
     for (int t = 0; t < c.n_kv; t++) kvt_keys_put(keys, (size_t) PAGE_FIRST*c.page_tokens + t, &exact_keys[(size_t) t*n_row]);
+    for (int i = 0; i < c.n_shifts; i++) shift_keys(keys, i % 2 ? KVT_FORMAT_Q8_0 : KVT_FORMAT_F16, (size_t) PAGE_FIRST*c.page_tokens, exact_keys, { c.d });
     CHECK(kvt_digests_create(&digests, c.n_head_kv, c.d, n_cells/KVT_SUB) == 0);
     set_values(in.values);
     for (size_t i = PAGE_FIRST; i + 1 < mem.pages.size(); i++) {
@@ -164,9 +199,9 @@ static std::vector<double> softmax_f64(const problem & p, int query, int head, b
 
 static std::string describe(const shape & c) {
     char buf[300];
-    snprintf(buf, sizeof(buf), "%s heads %dx%d d %d page %d queries %d kv %d %s/%s eps %g spread %g cap %d sinks %d window %d missing %d absent %d threads %d",
+    snprintf(buf, sizeof(buf), "%s heads %dx%d d %d page %d queries %d kv %d %s/%s eps %g spread %g cap %d sinks %d window %d missing %d absent %d threads %d shifts %d",
              kvt_isa_active(), c.n_head_kv, c.group, c.d, c.page_tokens, c.n_queries, c.n_kv, kvt_format_name(c.fmt_k), kvt_format_name(c.fmt_v), c.eps,
-             c.spread, c.softcap, c.sinks, c.window, c.missing_every, c.absent_every, c.n_threads);
+             c.spread, c.softcap, c.sinks, c.window, c.missing_every, c.absent_every, c.n_threads, c.n_shifts);
     return buf;
 }
 
@@ -221,7 +256,14 @@ static void output(kvt_attention * a, const shape & c, uint32_t seed) {
     CHECK(kvt_mass_create(&mass, p.mem.pages.size(), c.page_tokens, 0.5f) == 0 && kvt_mass_create(&exact_mass, p.mem.pages.size(), c.page_tokens, 0.5f) == 0);
     p.op.mass = mass;
     exact.op.mass = exact_mass;
-    CHECK_MSG(kvt_attention_run(a, &p.op) == 0 && kvt_attention_run(a, &exact.op) == 0, "%s", what.c_str());
+    kvt_attention_stats stats[3];
+    kvt_attention_get_stats(a, &stats[0]);
+    CHECK_MSG(kvt_attention_run(a, &p.op) == 0, "%s", what.c_str());
+    kvt_attention_get_stats(a, &stats[1]);
+    CHECK_MSG(kvt_attention_run(a, &exact.op) == 0, "%s", what.c_str());
+    kvt_attention_get_stats(a, &stats[2]);
+    CHECK_MSG(stats[1].pages_skipped - stats[0].pages_skipped == stats[2].pages_skipped - stats[1].pages_skipped,
+              "%s: %g pages are masked out", what.c_str(), (double) (stats[1].pages_skipped - stats[0].pages_skipped));
     double worst_mass = 0;
     for (size_t i = 0; i < mass->n_cells; i++) worst_mass = std::max(worst_mass, (double) std::fabs(mass->token_mean[i] - exact_mass->token_mean[i]));
     CHECK_MSG(worst_mass < 1e-4, "%s: mass differs by %g", what.c_str(), worst_mass);
@@ -230,6 +272,7 @@ static void output(kvt_attention * a, const shape & c, uint32_t seed) {
     double worst = 0;
     for (size_t i = 0; i < p.dst.size(); i++) worst = std::max(worst, (double) std::fabs(p.dst[i] - exact.dst[i]));
     CHECK_MSG(worst <= 2*c.eps*largest + 1e-3, "%s: off by %g", what.c_str(), worst);
+    CHECK_MSG(p.report.tokens_read <= p.report.tokens_seen, "%s", what.c_str());
     const int64_t seen = std::min(c.n_kv, c.window ? 700 + 32 : c.n_kv);
     CHECK_MSG(p.report.tokens_seen <= (uint64_t) ((seen + 32)*c.n_head_kv), "%s", what.c_str());
     if (c.spread >= 4.0f && c.eps >= 0.05f && !c.softcap) {
@@ -303,8 +346,29 @@ static void same_bits(kvt_attention * a) {
 static void without_digests(kvt_attention * a) {
     problem p(BASE, 23);
     kvt_digests_clear(p.digests);
+    CHECK(std::all_of(p.digests->data, p.digests->data + p.digests->layout.page_bytes, [](uint8_t x) { return x == 0; }));
     CHECK(kvt_attention_run(a, &p.op) == 0);
-    CHECK(p.report.tokens_read >= p.report.tokens_seen && p.report.omitted_sum == 0.0);
+    CHECK(p.report.tokens_read == p.report.tokens_seen && p.report.omitted_sum == 0.0);
+}
+
+// Values that their format, or that of their digest, cannot hold: where nothing sees them they change no bit of the output.
+static void means_that_are_no_numbers(kvt_attention * a) {
+    for (kvt_format fmt : { KVT_FORMAT_F32, KVT_FORMAT_F16 }) {
+        shape c = BASE;
+        c.fmt_v = fmt;
+        inputs in = random_inputs(c, 37);
+        const size_t n_row = (size_t) c.n_head_kv*c.d, cell = 480, sub = (size_t) PAGE_FIRST*c.page_tokens/KVT_SUB + cell/KVT_SUB;
+        for (size_t t = cell; t < cell + KVT_SUB; t++) in.mask[t] = 0xfc00;
+        problem p(c, in), plain(c, in);
+        CHECK(p.digests->valid[sub]);
+        std::fill_n(in.values.begin() + cell*n_row, KVT_SUB*n_row, fmt == KVT_FORMAT_F32 ? 1e7f : 1e30f);   // a Q8_0 block goes to 8e6, F16 to 65504
+        p.set_values(in.values);
+        CHECK(!p.digests->valid[sub] && p.digests->valid[sub - 1] && p.digests->valid[sub + 1]);
+        CHECK(kvt_attention_run(a, &p.op) == 0 && kvt_attention_run(a, &plain.op) == 0);
+        CHECK(memcmp(p.dst.data(), plain.dst.data(), p.dst.size()*sizeof(float)) == 0);
+        p.set_values(plain.values);
+        CHECK(p.digests->valid[sub] && memcmp(p.digests->data, plain.digests->data, p.digests->layout.page_bytes) == 0);
+    }
 }
 
 // a score that is no number weighs nothing, and keys are not gone through again and again for its sake
@@ -339,12 +403,13 @@ static void errors_of_keys() {
         std::mt19937 rng(7);
         std::normal_distribution<float> normal;
         std::vector<float> row((size_t) n_head*d);
+        std::vector<uint8_t> bytes(kvt_row_bytes(fmt, n_head*d));
         for (size_t cell = 0; cell < (size_t) n_cells; cell++) {
             for (float & x : row) x = normal(rng)*(1.0f + cell/32);
             kvt_keys_put(known, cell, row.data());
-            kvt_page_put_f32(&unknown->layout, unknown->data, KVT_PART_K, (int32_t) cell, row.data());
+            kvt_row_from_f32(fmt, row.data(), bytes.data(), (int64_t) row.size());
+            kvt_keys_put_row(unknown, cell, fmt, bytes.data());
         }
-        kvt_keys_note_write(unknown, 0, n_cells);
         for (int h = 0; h < n_head; h++) for (int b = 0; b < n_blocks; b++) for (int s = 0; s < n_cells/KVT_SUB; s++) {
             const float real = kvt_keys_errors(known, h, b)[s], most = kvt_keys_errors(unknown, h, b)[s];
             CHECK_MSG(real > 0.0f && real <= most && most < 5*real, "%s, %d channels: sub %d rounds by %g, %g is assumed", kvt_format_name(fmt), d, s, real, most);
@@ -358,6 +423,126 @@ static void errors_of_keys() {
         kvt_keys_free(known);
         kvt_keys_free(unknown);
     }
+}
+
+// some keys, and what they were before they were rounded
+struct some_keys {
+    kvt_keys * keys = nullptr;
+    std::vector<float> exact;   // [n_cells][n_head*d]
+    static constexpr int N_HEAD = 2, N_CELLS = 96;
+
+    some_keys(kvt_format fmt, int d, uint32_t seed, float scale = 2.0f) {
+        CHECK(kvt_keys_create(some_store(), N_HEAD, d, N_CELLS, fmt, &keys) == 0);
+        std::mt19937 rng(seed);
+        std::normal_distribution<float> normal;
+        exact.resize((size_t) N_CELLS*N_HEAD*d);
+        for (float & x : exact) x = normal(rng)*scale;
+    }
+    ~some_keys() { kvt_keys_free(keys); }
+    float * row(int cell) { return &exact[(size_t) cell*N_HEAD*keys->layout.geo.d_k]; }
+    void put() { for (int t = 0; t < N_CELLS; t++) kvt_keys_put(keys, t, row(t)); }
+
+    // what is noted covers the distance of every cell from what it was, and is not more than `most` times it; 0: whatever it is
+    void check(const std::string & what, double most) {
+        const int d = keys->layout.geo.d_k, n_blocks = (d + 31)/32;
+        std::vector<float> stored((size_t) N_HEAD*d);
+        std::vector<double> off((size_t) N_HEAD*n_blocks*(N_CELLS/KVT_SUB), 0.0);   // of the worst cell of each sub
+        for (int t = 0; t < N_CELLS; t++) {
+            kvt_page_get_f32(&keys->layout, keys->data, KVT_PART_K, t, stored.data());
+            for (int h = 0; h < N_HEAD; h++) for (int b = 0; b < n_blocks; b++) {
+                double sum = 0;
+                for (int i = h*d + 32*b; i < h*d + std::min(32*b + 32, d); i++) sum += ((double) stored[i] - row(t)[i])*((double) stored[i] - row(t)[i]);
+                double & worst = off[(size_t) (h*n_blocks + b)*(N_CELLS/KVT_SUB) + t/KVT_SUB];
+                worst = std::max(worst, std::sqrt(sum));
+            }
+        }
+        for (int h = 0; h < N_HEAD; h++) for (int b = 0; b < n_blocks; b++) for (int s = 0; s < N_CELLS/KVT_SUB; s++) {
+            const double noted = kvt_keys_errors(keys, h, b)[s], worst = off[(size_t) (h*n_blocks + b)*(N_CELLS/KVT_SUB) + s];
+            CHECK_MSG(worst <= noted && (most == 0 || noted <= most*worst), "%s: head %d block %d sub %d: off by %g, noted %g", what.c_str(), h, b, s, worst, noted);
+        }
+    }
+};
+
+static const kvt_format ALL_FORMATS[] = { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_1 };
+
+// Rows that come in another format than they are kept in, at once or by way of keys that are kept in it, have been rounded twice.
+static void errors_of_keys_in_other_formats() {
+    for (kvt_format own : ALL_FORMATS) for (kvt_format fmt : ALL_FORMATS) for (int d : { 64, 80 }) for (float scale : { 2.0f, 1e-4f }) {   // 1e-4: steps below F16's normal numbers
+        if (!kvt_format_supports(own, d)) continue;
+        const int n_row = some_keys::N_HEAD*d;   // with 80 channels a row has blocks across heads
+        const std::string what = std::string(kvt_format_name(fmt)) + " in " + kvt_format_name(own) + ", " + std::to_string(d) + " channels of about " + std::to_string(scale);
+        some_keys x(own, d, 3, scale);
+        std::vector<uint8_t> bytes(kvt_row_bytes(fmt, n_row)), again(kvt_row_bytes(own, n_row));
+        std::vector<float> row(n_row);
+        for (int pass = 0; pass < 2; pass++) {
+            kvt_keys_clear(x.keys);
+            for (int t = 0; t < some_keys::N_CELLS; t++) {
+                std::copy_n(x.row(t), n_row, row.data());
+                if (pass == 1) {   // saved by a cache like this one
+                    kvt_row_from_f32(own, row.data(), again.data(), n_row);
+                    kvt_row_to_f32(own, again.data(), row.data(), n_row);
+                }
+                kvt_row_from_f32(fmt, row.data(), bytes.data(), n_row);
+                kvt_keys_put_row(x.keys, t, fmt, bytes.data());
+            }
+            x.check(what, 0);
+        }
+        if (!kvt_format_supports(fmt, d)) continue;
+        some_keys from(fmt, d, 3, scale);
+        from.put();
+        kvt_keys_clear(x.keys);
+        for (int t = 0; t < some_keys::N_CELLS; t++) kvt_keys_copy(x.keys, some_keys::N_CELLS - 1 - t, from.keys, t);
+        for (int t = 0; t < some_keys::N_CELLS; t++) std::copy_n(from.row(t), n_row, x.row(some_keys::N_CELLS - 1 - t));
+        x.check("copied " + what, own == KVT_FORMAT_F32 ? 0 : 4);
+    }
+}
+
+// Each time that keys are turned they are rounded again, and what rounding had done before is turned with them.
+static void errors_of_shifted_keys() {
+    for (kvt_format own : ALL_FORMATS) for (kvt_format fmt : ALL_FORMATS) for (int d : { 64, 96, 80 }) for (float stretch : { 1.0f, 1.2f }) {
+        if (!kvt_format_supports(own, d)) continue;
+        some_keys x(own, d, 5);
+        x.put();
+        for (int i = 0; i < 9; i++) {
+            shift_keys(x.keys, fmt, 0, x.exact, { stretch == 1.0f ? d : d*3/4, stretch });
+            x.check(std::string(kvt_format_name(own)) + " turned as " + kvt_format_name(fmt) + ", time " + std::to_string(i), 0);
+        }
+        some_keys copy(own, d, 5);
+        copy.exact = x.exact;
+        for (int t = 0; t < some_keys::N_CELLS; t++) kvt_keys_copy(copy.keys, t, x.keys, t);
+        copy.check(std::string("copy of turned ") + kvt_format_name(own), 0);
+    }
+}
+
+// Turns that leave nothing to chance: errors grow with the keys, and those of two blocks meet in one.
+static void errors_that_add_up() {
+    some_keys x(KVT_FORMAT_Q4_0, 32, 7);
+    x.put();
+    shift_keys(x.keys, KVT_FORMAT_F32, 0, x.exact, { 32, 2.0f, 0.0 });   // every stored number is doubled as it is
+    x.check("doubled", 0);
+    some_keys y(KVT_FORMAT_F32, 64, 7);
+    const float step = 1.0f/128;   // of every block, while it is read as Q8_0: nearly all numbers are half of it off
+    for (size_t i = 0; i < y.exact.size(); i++) y.exact[i] = step*(i % 64 == 0 || i % 64 == 33 ? 127.0f : (float) (i % 32) + 10.49f);
+    y.put();
+    shift_keys(y.keys, KVT_FORMAT_Q8_0, 0, y.exact, { 64, 1.0f, std::acos(0.0)/2 });
+    y.check("met", 0);
+}
+
+// one shift costs what one rounding more does, not one for each cell, and cells beside those that change keep what they had
+static void errors_of_few_shifted_keys() {
+    some_keys x(KVT_FORMAT_Q8_0, 64, 9);
+    x.put();
+    const float before = kvt_keys_errors(x.keys, 0, 0)[0], beside = kvt_keys_errors(x.keys, 0, 0)[1];
+    x.exact.resize((size_t) KVT_SUB*some_keys::N_HEAD*64);   // the first sub
+    shift_keys(x.keys, KVT_FORMAT_Q8_0, 0, x.exact, { 64 });
+    CHECK(kvt_keys_errors(x.keys, 0, 0)[0] > before && kvt_keys_errors(x.keys, 0, 0)[0] < 8*before && kvt_keys_errors(x.keys, 0, 0)[1] == beside);
+    kvt_keys_doubt(x.keys, 40);
+    CHECK(std::isinf(kvt_keys_errors(x.keys, 1, 1)[1]) && std::isfinite(kvt_keys_errors(x.keys, 1, 1)[0]));
+    kvt_keys * other = nullptr;   // the same channels in other heads
+    CHECK(kvt_keys_create(some_store(), 1, 128, 96, KVT_FORMAT_Q8_0, &other) == 0);
+    kvt_keys_copy(other, 0, x.keys, 70);
+    CHECK(std::isinf(kvt_keys_errors(other, 0, 3)[0]));
+    kvt_keys_free(other);
 }
 
 static void bad_operations(kvt_attention * a) {
@@ -407,6 +592,11 @@ static std::vector<shape> shapes() {
     for (int every : { 1, 2, 3 }) for (int pt : { 32, 64 }) {
         shape c = BASE;
         c.missing_every = every; c.page_tokens = pt; c.n_threads = 3; c.n_kv = 3000; c.n_head_kv = 1;
+        all.push_back(c);
+    }
+    for (kvt_format k : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0 }) for (int shifts : { 1, 4 }) {
+        shape c = BASE;
+        c.fmt_k = k; c.n_shifts = shifts; c.n_kv = 900;
         all.push_back(c);
     }
     return all;
@@ -460,6 +650,10 @@ int main(int argc, char ** argv) {
         return rc;
     }
     errors_of_keys();
+    errors_of_keys_in_other_formats();
+    errors_of_shifted_keys();
+    errors_that_add_up();
+    errors_of_few_shifted_keys();
     for (size_t i = 0; i < n_isa; i++) {
         if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
@@ -477,6 +671,7 @@ int main(int argc, char ** argv) {
         errors_unpin(a);
         same_bits(a);
         without_digests(a);
+        means_that_are_no_numbers(a);
         not_a_number(a);
         bad_operations(a);
         printf("%-11s %zu shapes\n", isas[i], shapes().size());

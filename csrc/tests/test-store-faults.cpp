@@ -1,5 +1,5 @@
 // A disk that fails: the n-th operation for every n, a full one, and one whose bytes change. The generation may end in
-// an error that names tier and page, or go on; it never reads wrong bytes.
+// an error that names tier and page, or go on; it never reads wrong bytes. And memory that ends, at every allocation.
 
 #include "store-fixture.h"
 
@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <new>
 
 struct faulty_disk {
     std::atomic<long> n_ops{0};
@@ -307,8 +308,176 @@ static void test_file_size_limit() {
     CHECK(dir.files().empty());
 }
 
+// Holes cannot be punched everywhere. What arrays that went have left there counts until others lie there, and once.
+static void test_slots_that_cannot_be_freed() {
+    temp_dir dir;
+    faulty_disk d;
+    const struct kvt_disk_ops ops = { &d, faulty_read, faulty_write, nullptr };
+    struct kvt_store_params p = small_params(dir.path.c_str(), 6, 12);
+    p.disk_ops = &ops;
+    struct kvt_store * s = open_store(p);
+    uint64_t held = 0;
+    for (uint32_t round = 0; round < 6; round++) {
+        struct kvt_array_params ap = array_params(6, round % 2 ? 18 : 12); // of other sizes, in the same bytes of the file
+        ap.geo.d_k = ap.geo.d_v = round % 2 ? 32 : 64;
+        struct kvt_array * a = add_array(s, ap);
+        for (uint32_t i = 0; i < kvt_array_n_pages(a); i++) {
+            CHECK_EQ(write_page(a, i, round), KVT_ERR_OK);
+            check_budgets(s);
+        }
+        for (uint32_t i = 0; i < kvt_array_n_pages(a); i++) {
+            CHECK_EQ(check_page(a, i, round), KVT_ERR_OK);
+        }
+        kvt_store_array_remove(a);
+        check_budgets(s);
+        CHECK_EQ(stats_of(s).tier[KVT_TIER_DISK].used_bytes, 0);
+        CHECK(stats_of(s).tier[KVT_TIER_DISK].held_bytes >= held); // nothing was freed
+        held = stats_of(s).tier[KVT_TIER_DISK].held_bytes;
+    }
+    CHECK(held >= 8*SLOT_F16);
+    kvt_store_close(s);
+}
+
+// --- memory that ends: one allocation of the thread that calls the store fails, each in its turn -----------------
+
+static thread_local long t_until_failure = 0; // 0: none fails
+
+void * operator new(size_t n) {
+    void * p = t_until_failure > 0 && --t_until_failure == 0 ? nullptr : malloc(n > 0 ? n : 1);
+    if (!p) {
+        throw std::bad_alloc();
+    }
+    return p;
+}
+
+void operator delete(void * p) noexcept { free(p); }
+void operator delete(void * p, size_t) noexcept { free(p); }
+
+struct starved {
+    struct kvt_store * s;
+    long left; // allocations until one fails; the test's own do not count
+    template <typename F> int call(F f) {
+        t_until_failure = left;
+        const int r = f();
+        left = t_until_failure;
+        t_until_failure = 0;
+        check_budgets(s);
+        return r;
+    }
+    bool ok(int r) {
+        CHECK(r == KVT_ERR_OK || r == KVT_ERR_NOMEM);
+        return r == KVT_ERR_OK;
+    }
+};
+
+static struct kvt_array * add_starved(starved & w, const struct kvt_array_params & p) {
+    struct kvt_array * a = nullptr;
+    while (!w.ok(w.call([&] { return kvt_store_array_add(w.s, &p, &a); }))) {
+        CHECK(a == nullptr);
+    }
+    return a;
+}
+
+static void use_starved(starved & w, struct kvt_array * a, uint32_t page, enum kvt_access access, int * version, uint32_t next) {
+    struct kvt_page_ref ref;
+    if (!w.ok(w.call([&] { return kvt_array_acquire(a, page, access, &ref); }))) {
+        return;
+    }
+    if (access == KVT_WRITE) {
+        fill(a, ref, next);
+        *version = (int) next;
+        CHECK_EQ(kvt_array_set_lost(a, page, 0, KVT_SUB, 0), KVT_ERR_OK);
+    } else {
+        CHECK(!ref.data || matches(a, ref, (uint32_t) *version));
+    }
+    w.call([&] {
+        kvt_array_release(a, &ref);
+        return 0;
+    });
+}
+
+static void move_starved(starved & w, struct kvt_array * a, uint32_t first, uint32_t n, uint8_t tier, uint8_t fmt) {
+    std::vector<struct kvt_move> moves;
+    for (uint32_t i = first; i < first + n; i++) {
+        moves.push_back({ { kvt_array_id(a), i }, tier, fmt, fmt });
+    }
+    size_t n_done = 0;
+    const int r = w.call([&] { return kvt_store_apply(w.s, moves.data(), n, &n_done); });
+    CHECK(r == KVT_ERR_OK || r == KVT_ERR_NOMEM || r == KVT_ERR_INVALID || r == KVT_ERR_BUDGET); // it has no content, or no room
+}
+
+static void budget_starved(starved & w) {
+    w.ok(w.call([&] { return kvt_store_set_host_budget(w.s, 7*SLAB_F16); }));
+    if (w.ok(w.call([&] { return kvt_store_reserve(w.s, SLAB_F16); }))) {
+        CHECK_EQ(w.call([&] { return kvt_store_reserve(w.s, -(int64_t) SLAB_F16); }), KVT_ERR_OK);
+    }
+    CHECK_EQ(stats_of(w.s).reserved_bytes, 0);
+}
+
+// False: no allocation is left that could fail.
+static bool starve(long n, bool lossy) {
+    temp_dir dir;
+    struct kvt_store_params p = small_params(lossy ? nullptr : dir.path.c_str(), 7, lossy ? 0 : 64);
+    p.lossy        = lossy;
+    p.n_io_threads = 1;
+    starved w = { open_store(p), n };
+    struct kvt_array * a = add_starved(w, array_params(6, 12));
+    std::vector<int> version(12, 0);
+    std::vector<uint32_t> all(12);
+    const uint32_t n_rounds = lossy ? 2 : 6; // the queues of the disk tier ask for memory now and then only
+    for (uint32_t round = 0; round < n_rounds; round++) {
+        for (uint32_t i = 0; i < 12; i++) {
+            use_starved(w, a, i, KVT_WRITE, &version[i], 100*round + i);
+            all[i] = i;
+        }
+        w.call([&] {
+            kvt_array_prefetch(a, all.data(), all.size());
+            return 0;
+        });
+        for (uint32_t i = 0; i < 12; i++) {
+            use_starved(w, a, i, KVT_READ, &version[i], 0);
+        }
+        move_starved(w, a, 8, 2, lossy ? KVT_TIER_NONE : KVT_TIER_DISK, 255);
+        move_starved(w, a, 8, 2, KVT_TIER_HOST, 255);
+        struct kvt_array * b = add_starved(w, array_params(7, 3));
+        int unused = 0;
+        use_starved(w, b, 1, KVT_WRITE, &unused, 1);
+        move_starved(w, b, 1, 1, KVT_TIER_HOST, KVT_FORMAT_Q8_0);
+        budget_starved(w);
+        kvt_store_tick(w.s);
+        w.call([&] {
+            kvt_store_array_remove(b);
+            return 0;
+        });
+    }
+    CHECK_EQ(kvt_store_flush(w.s), KVT_ERR_OK);
+    for (uint32_t i = 0; i < 12; i++) { // no page is stuck
+        struct kvt_page_ref ref;
+        CHECK_EQ(kvt_array_acquire(a, i, KVT_READ, &ref), KVT_ERR_OK);
+        CHECK(!ref.data || matches(a, ref, (uint32_t) version[i]));
+        kvt_array_release(a, &ref);
+    }
+    kvt_store_array_remove(a);
+    CHECK_EQ(stats_of(w.s).tier[KVT_TIER_HOST].held_bytes, 0);
+    CHECK_EQ(stats_of(w.s).tier[KVT_TIER_DISK].held_bytes, 0);
+    kvt_store_close(w.s);
+    return w.left == 0;
+}
+
+static void test_every_allocation_fails_once() {
+    for (const bool lossy : { false, true }) {
+        long n = 1;
+        while (starve(n, lossy)) {
+            n++;
+        }
+        CHECK(n > 30);
+    }
+}
+
 int main() {
     test_file_size_limit();
+    test_slots_that_cannot_be_freed();
+    test_every_allocation_fails_once();
     test_every_operation_fails_once();
     test_full_disk();
     test_disk_budget();

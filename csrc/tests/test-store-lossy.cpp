@@ -346,8 +346,46 @@ static void threads(size_t n_host) {
     kvt_store_close(s);
 }
 
+// One change of the budget waits for pages that are in use, and fails; what others have changed meanwhile stays.
+static void failed_changes_undo_their_own() {
+    struct kvt_store * s = open_store(lossy_params(8));
+    struct kvt_array * a = add_array(s, array_params(0, 6));
+    struct kvt_page_ref refs[6];
+    for (uint32_t i = 0; i < 6; i++) {
+        CHECK_EQ(kvt_array_acquire(a, i, KVT_WRITE, &refs[i]), KVT_ERR_OK);
+    }
+    CHECK_EQ(kvt_store_reserve(s, SLAB_F16), KVT_ERR_OK);
+    std::atomic<bool> done{false};
+    std::thread taker([&] {
+        CHECK_EQ(kvt_store_reserve(s, 3*SLAB_F16), KVT_ERR_BUDGET);
+        done = true;
+    });
+    while (stats_of(s).reserved_bytes != 4*SLAB_F16 && !done) {
+        std::this_thread::yield();
+    }
+    CHECK_EQ(kvt_store_reserve(s, -(int64_t) SLAB_F16), KVT_ERR_OK);
+    taker.join();
+    CHECK_EQ(stats_of(s).reserved_bytes, 0);
+
+    done = false;
+    std::thread shrinker([&] {
+        CHECK_EQ(kvt_store_set_host_budget(s, 5*SLAB_F16), KVT_ERR_BUDGET);
+        done = true;
+    });
+    while (stats_of(s).tier[KVT_TIER_HOST].budget_bytes != 5*SLAB_F16 && !done) {
+        std::this_thread::yield();
+    }
+    CHECK_EQ(kvt_store_set_host_budget(s, 7*SLAB_F16), KVT_ERR_OK);
+    shrinker.join();
+    CHECK_EQ(stats_of(s).tier[KVT_TIER_HOST].budget_bytes, 7*SLAB_F16);
+    kvt_array_release_many(a, refs, 6);
+    kvt_store_array_remove(a);
+    kvt_store_close(s);
+}
+
 int main() {
     a_dropped_page();
+    failed_changes_undo_their_own();
     hooks_are_told();
     parameters_and_budgets();
     compaction();

@@ -181,8 +181,38 @@ static void arrays_come_and_go() {
     kvt_store_close(s);
 }
 
+// A reader holds a page for a moment: who gives all pages away waits for it.
+static void discard_waits_for_readers() {
+    struct kvt_store * s = open_store(small_params(nullptr, 8, 0));
+    struct kvt_array * a = add_array(s, array_params(0, 8));
+    for (uint32_t page = 0; page < 8; page++) {
+        CHECK_EQ(write_page(a, page, page), KVT_ERR_OK);
+    }
+    struct kvt_page_ref ref;
+    CHECK_EQ(kvt_array_acquire(a, 5, KVT_READ, &ref), KVT_ERR_OK);
+    std::atomic<bool> done{false};
+    std::thread discarder([&] {
+        CHECK_EQ(kvt_array_discard(a, 0, 8), KVT_ERR_OK);
+        done = true;
+    });
+    const uint32_t first = 0;
+    uint8_t is_ready = 1;
+    while (is_ready && !done) { // until the first page is in its hands
+        std::this_thread::yield();
+        CHECK_EQ(kvt_array_is_ready(a, &first, 1, &is_ready), KVT_ERR_OK);
+    }
+    CHECK(matches(a, ref, 5));
+    kvt_array_release(a, &ref);
+    discarder.join();
+    for (uint32_t page = 0; page < 8; page++) {
+        CHECK_EQ(info_of(a, page).tier, KVT_TIER_NONE);
+    }
+    kvt_store_close(s);
+}
+
 int main() {
     arrays_come_and_go();
+    discard_waits_for_readers();
     run(14, 2, 1);
     run(24, 4, 2);
     run(40, 8, 3);

@@ -4,6 +4,8 @@
 
 #include "../store/bytes-text.h"
 
+#include <sys/resource.h>
+
 #include <set>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -529,16 +531,22 @@ static void test_clean_pages_are_not_rewritten() {
     kvt_store_close(s);
 }
 
-static size_t resident_bytes() {
-    long total = 0, resident = 0;
+struct process_bytes { size_t mapped, resident; }; // 0: the system does not say
+static process_bytes memory_of_process() {
+    unsigned long mapped = 0, resident = 0;
     FILE * f = fopen("/proc/self/statm", "r");
-    if (!f || fscanf(f, "%ld %ld", &total, &resident) != 2) {
-        resident = 0;
+    if (!f || fscanf(f, "%lu %lu", &mapped, &resident) != 2) {
+        mapped = resident = 0;
     }
     if (f) {
         fclose(f);
     }
-    return (size_t) resident*(size_t) sysconf(_SC_PAGESIZE);
+    const size_t page = (size_t) sysconf(_SC_PAGESIZE);
+    return { mapped*page, resident*page };
+}
+
+static size_t resident_bytes() {
+    return memory_of_process().resident;
 }
 
 // What the system says the process holds agrees with what the store says: a cache of four times the budget, written and
@@ -573,6 +581,76 @@ static void test_resident_memory() {
     kvt_store_close(s);
 }
 
+// The system gives no more memory, while the budget would allow it: that is said, and nothing is dropped for it.
+static void test_no_memory() {
+    const size_t mapped = memory_of_process().mapped;
+    if (mapped == 0 || SANITIZED) {
+        return;
+    }
+    for (const int32_t lossy : { 0, 1 }) {
+        struct kvt_store_params p = small_params(nullptr, 0, 0);
+        p.host_bytes = UINT64_MAX;
+        p.lossy      = lossy;
+        struct kvt_store * s = open_store(p);
+        struct kvt_array * a = add_array(s, array_params(2, 4096));
+        struct rlimit before, limit;
+        CHECK_EQ(getrlimit(RLIMIT_AS, &before), 0);
+        limit = before;
+        limit.rlim_cur = memory_of_process().mapped + ((size_t) 16 << 20);
+        CHECK_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+        uint32_t n = 0;
+        int r = KVT_ERR_OK;
+        while (n < 4096 && (r = write_page(a, n, n)) == KVT_ERR_OK) {
+            n++;
+        }
+        CHECK_EQ(setrlimit(RLIMIT_AS, &before), 0);
+        CHECK(n > 0);
+        CHECK_EQ(r, KVT_ERR_NOMEM);
+        CHECK(has(last_error(s), "no memory for layer 2, page " + std::to_string(n)));
+        CHECK_EQ(stats_of(s).n_gone, 0);
+        for (uint32_t i = 0; i < n; i++) {
+            CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
+        }
+        CHECK_EQ(write_page(a, n, n), KVT_ERR_OK);
+        kvt_store_close(s);
+    }
+}
+
+// Pages that passed through have left their frames behind: a budget that shrinks takes those back before it takes room from
+// pages that stay, except from readers.
+static void test_shrinking_after_a_scan() {
+    temp_dir dir;
+    struct kvt_store_params p = small_params(dir.path.c_str(), 64, 200);
+    p.n_transit = 0; // as many as the budget gives
+    struct kvt_store * s = open_store(p);
+    struct kvt_array * a = add_array(s, array_params(0, 80));
+    for (uint32_t i = 0; i < 80; i++) {
+        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
+        kvt_store_tick(s);
+    }
+    for (uint32_t i = 0; i < 80; i++) {
+        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
+    }
+    struct kvt_page_ref refs[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        CHECK_EQ(info_of(a, i).tier, KVT_TIER_DISK);
+        CHECK_EQ(kvt_array_acquire(a, i, KVT_READ, &refs[i]), KVT_ERR_OK);
+    }
+    CHECK_EQ(kvt_store_set_host_budget(s, 9*SLAB_F16), KVT_ERR_OK);
+    CHECK(matches(a, refs[0], 0) && matches(a, refs[1], 1));
+    kvt_array_release_many(a, refs, 2);
+    for (uint32_t i = 0; i < 80; i++) {
+        CHECK_EQ(write_page(a, i, 100 + i), KVT_ERR_OK);
+        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9*SLAB_F16);
+    }
+    CHECK(stats_of(s).tier[KVT_TIER_HOST].n_pages >= 2);
+    for (uint32_t i = 0; i < 80; i++) {
+        CHECK_EQ(check_page(a, i, 100 + i), KVT_ERR_OK);
+        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9*SLAB_F16);
+    }
+    kvt_store_close(s);
+}
+
 int main() {
     test_clean_pages_are_not_rewritten();
     test_resident_memory();
@@ -588,5 +666,7 @@ int main() {
     test_policy();
     test_mixed_sizes();
     test_everything_in_use();
+    test_no_memory();
+    test_shrinking_after_a_scan();
     return 0;
 }

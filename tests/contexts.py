@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _native, runtime
+from kvtier.cachetypes import GGML_TYPES
 
 # cache types of llama.cpp, by ggml type number; the last three are no page formats
-TYPES = {**runtime.GGML_TYPES, "q5_0": 6, "q5_1": 7, "iq4_nl": 20}
+TYPES = {**GGML_TYPES, "q5_0": 6, "q5_1": 7, "iq4_nl": 20}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kvtier.policies.base import DISK, Observation
 from kvtier.policies.guard import CALM, WINDOW, Guard
 from kvtier.policies.presets import BALANCED, CONSERVATIVE, PRESETS, RULES, pick
 from kvtier.policies.signals import Signals, attention_signals, code_share, signals, turns_per_1000
+from kvtier.simulator.engine import TraceEngine
 from kvtier.simulator.run import Setting, simulate
 
 from .texts import source_text
@@ -156,9 +157,15 @@ def test_figures_of_the_engine_come_first() -> None:
 
 
 def test_budgets_hold_through_switches(tmp_path: Path) -> None:
-    trace = synthetic(tmp_path / "t", n_steps=300)
+    trace, setting = synthetic(tmp_path / "t", n_steps=300), Setting(0.3)
     policy = Adaptive()
-    result = simulate(trace, policy, Setting(0.3))
+    budget = int(trace.codes[0].size * setting.keep) * trace.header.page_bytes
+
+    def look(engine: TraceEngine) -> None:
+        assert engine.host_bytes() <= budget or engine.n_steps <= setting.warmup
+
+    result = simulate(trace, policy, setting, look)
+    assert policy.switches
     assert policy.state == "conservative"  # a third of these pages is not enough
     assert result.recall > 0.5
 

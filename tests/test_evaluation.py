@@ -27,6 +27,7 @@ from kvtier.evaluation.report import table, to_csv, to_json
 from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, build_of, evaluate, tokenise
 from kvtier.lossy.settings import MemorySettings
+from kvtier.measuring.child import Child
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
@@ -442,6 +443,12 @@ def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
     assert as_is.reference.divergence.perplexity == pytest.approx(widened.reference.divergence.perplexity, rel=0.1)
 
 
+def test_the_disk_tier_of_a_row_is_in_the_users_cache_folder(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "cache"))  # which is not there yet
+    with Child(Opening(str(smollm2_path), parse_spec("kvtier:f16,host=64MiB,disk=1GiB"), 256, 1), [1, 2, 3]):
+        assert [path.suffix for path in (tmp_path / "cache" / "pages").iterdir()] == [".pages"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -450,6 +457,7 @@ def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
         (["--reference", "best"], "no row"),
         (["--prefix", "100m"], "tokens; "),
         (["--tokens", "0"], "at least 1"),
+        (["--tasks", "needle", "--keep-logits"], "keep no logits"),
         (["-f", "/nonexistent/text"], "cannot be read"),
         (["-f", "/"], "Is a directory"),
     ],

@@ -231,7 +231,7 @@ def survives(path: Path, data: bytes) -> None:
     assert peak < (4 << 20) + 20 * len(data)
 
 
-fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @given(cut=st.integers(0, len(SMALL)))

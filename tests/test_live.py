@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +20,8 @@ from kvtier.generation import Generation, Sampling
 from kvtier.live import Look, TierLook, concentration, look
 from kvtier.settings import KVSettings
 
-PATIENCE_S = 120.0
+from .processes import PATIENCE_S, on_terminal, open_terminal, pieces
+
 PROMPT = ("-p", "Once upon a time", "--temp", "0", "-c", "512")
 
 
@@ -73,27 +68,13 @@ class Screen:
 
 def run_on_terminal(*args: str, size: tuple[int, int] = (80, 24), on_output: Callable[[int, str], None] | None = None) -> tuple[int, Screen, str]:
     """Exit code, the screen at the end, and all output. `on_output(pid, output so far)` is called whenever something came."""
-    pid, fd = pty.fork()
-    if pid == 0:
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-        os.environ.update(TERM="xterm-256color", COLUMNS="", LINES="", PYTHONUTF8="1")
-        os.execv(sys.executable, [sys.executable, "-m", "kvtier", "run", *args])
-    raw, end = b"", time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        if not select.select([fd], [], [], 0.2)[0]:
-            continue
-        try:
-            data = os.read(fd, 65536)
-        except OSError:  # the terminal is gone with the process
-            break
-        raw += data
-        if on_output is not None:
-            on_output(pid, raw.decode("utf-8", "replace"))
-    else:
-        os.kill(pid, signal.SIGKILL)
-        pytest.fail(f"still running after {raw[-2000:]!r}")
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(fd)
+    raw = b""
+    with on_terminal("run", *args, size=size) as (process, fd):
+        for data in pieces(fd):
+            raw += data
+            if on_output is not None:
+                on_output(process.pid, raw.decode("utf-8", "replace"))
+        code = process.wait(PATIENCE_S)
     output, screen = raw.decode("utf-8"), Screen(size[0])
     screen.feed(output)
     return code, screen, output
@@ -182,22 +163,20 @@ def test_without_a_terminal_it_says_so_and_goes_on(smollm2_path: Path, plain: st
 
 
 def test_text_goes_to_a_pipe_and_the_panel_to_the_terminal(smollm2_path: Path, plain: str, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    ours, theirs = open_terminal()
     command = [sys.executable, "-m", "kvtier", "run", str(smollm2_path), *PROMPT, "-n", "40", "--live"]
     with (tmp_path / "out").open("wb") as out:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env={**os.environ, "TERM": "xterm"})
     os.close(theirs)
-    raw = b""
     try:
-        while data := os.read(ours, 65536):
-            raw += data
-    except OSError:
-        pass
-    assert child.wait() == 0
-    os.close(ours)
+        shown = b"".join(pieces(ours)).decode()
+        assert child.wait(PATIENCE_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
     assert (tmp_path / "out").read_text().strip("\n") == plain.strip("\n")
-    assert "layers" in raw.decode()
+    assert "layers" in shown
 
 
 @pytest.mark.parametrize("width", [20, 27, 36, 76, 196])

@@ -102,6 +102,27 @@ def test_half_of_the_cache_is_enough_to_go_on(smollm2_path: Path) -> None:
             assert tier[0] == 2 and (tier[-2:] == 2).all()
 
 
+def test_what_was_lost_of_a_text_goes_with_it(smollm2_path: Path) -> None:
+    with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
+        text = llm.tokenize(source_text().encode())[:320]
+        llm.eval(text)
+        arrays = [mass.figures.array for mass in llm.kv.layers()]
+        assert llm.kv.lost_mass() == 0.0
+        for array in arrays:
+            llm.kv.move(array, [2, 3, 6, 7], "gone")
+        lost = llm.kv.lost_mass()
+        assert lost == pytest.approx(llm.kv.figures.mass_lost) and lost > 0.0
+        llm._ctx.kv_cache_seq_rm(0, 192, -1)
+        llm.n_tokens = 192
+        llm.eval(text[192:256])  # over two of the four
+        assert llm.kv.lost_mass() == pytest.approx(lost / 2)
+        llm.reset()
+        llm._ctx.kv_cache_clear()
+        llm.eval(text[:200])
+        assert llm.kv.lost_mass() == 0.0
+        assert llm.kv.figures.mass_lost == pytest.approx(lost)
+
+
 def test_a_budget_for_everything_gives_the_tokens_of_exact(smollm2_path: Path, exact: list[int]) -> None:
     with open_lossy(smollm2_path, ALL_BYTES * 5 // 4) as llm:
         assert generate(llm) == exact
@@ -253,6 +274,7 @@ def test_what_is_least_wanted_leaves_first(smollm2_path: Path) -> None:
         n_gone = llm.kv.figures.n_gone
         i = 512
         while llm.kv.figures.n_gone < n_gone + 3 * N_LAYERS:
+            assert i < len(text)
             llm.eval(text[i : i + 1])
             i += 1
         gone = np.array([llm.kv.pages(k).tier[:16] == 0 for k in range(N_LAYERS)])

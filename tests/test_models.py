@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,8 @@ from kvtier import _hub, models
 from kvtier.cli import main
 from kvtier.errors import KvtierError, ModelFetchError, ModelNotFoundError
 from kvtier.models import FetchProgress, ModelEntry, Source, cached_path, fetch, fetch_hf, known_models, resolve
+
+from .processes import PATIENCE_S, wait_until
 
 PARTS = (os.urandom(3000), os.urandom(500))
 
@@ -209,11 +210,9 @@ def test_an_interrupted_fetch_leaves_no_model(cache: Path, tmp_path: Path, sign:
     child = subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"start\n"
-        while not list(cache.glob("partial/tiny/work-*/log")):
-            assert child.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: any(cache.glob("partial/tiny/work-*/log")), child)
         child.send_signal(sign)
-        assert child.wait(30) != 0
+        assert child.wait(PATIENCE_S) != 0
     finally:
         with contextlib.suppress(ProcessLookupError):   # after SIGINT nobody must be left
             os.killpg(child.pid, signal.SIGKILL)        # pip too, which SIGKILL of its parent leaves alone

@@ -15,9 +15,9 @@ from kvtier.figures import UNLIMITED
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
-from kvtier.placement import Placement, Planner
+from kvtier.placement import TIME_LIMIT_S, Placement, Planner
 from kvtier.policies import Budgets, PageStats, Plan, create, place
-from kvtier.policies.base import GONE, HOST, Observation
+from kvtier.policies.base import GONE, HOST, PLAN_STEPS, Observation
 from kvtier.policies.registry import DEFAULT
 from kvtier.policies.validate import check_stats
 from kvtier.settings import KVSettings
@@ -65,7 +65,7 @@ def test_a_bad_policy_is_reported_once_and_replaced(how: str, words: str, tmp_pa
     engine = TraceEngine(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
     said: list[str] = []
     policy = Fails(how)
-    placement = Placement(engine, policy, every=16, limit_s=1.0, report=said.append)
+    placement = Placement(engine, policy, every=16, limit_s=1.0 if how == "hangs" else TIME_LIMIT_S, report=said.append)
     for _ in range(5):
         for _ in range(16):
             engine.step()
@@ -113,7 +113,9 @@ def test_tokens_are_the_same_wherever_a_policy_puts_pages(smollm2_path: Path, tm
         llm = Llama(str(smollm2_path), n_ctx=1024, n_batch=256, n_ubatch=256, verbose=False, seed=1, **options)
         llm.eval(llm.tokenize(source_text().encode())[:700])
         tokens = []
-        for _ in range(70):
+        for i in range(70):
+            if llm.placement is not None and i % PLAN_STEPS == PLAN_STEPS - 1:
+                assert llm.placement.settle()  # a plan has until the next one is due
             tokens.append(llm.sample(temp=0.0))
             llm.eval([tokens[-1]])
         return tokens, llm
@@ -280,6 +282,7 @@ def test_only_moves_that_are_wrong_are_told(tmp_path: Path) -> None:
         assert not told or engine.n_asked > 3
         placement.advance(16)
         assert placement.settle()
+        assert placement.figures.n_plans < 100
     placement.stop()
     assert placement.figures.n_refused == engine.n_asked
     assert told == ["a move that the policy wanted was refused (said once): there is no such page"]

@@ -19,6 +19,7 @@ from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create
 from kvtier.policies.adaptive import Adaptive
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
 from kvtier.policies.delta import Delta
+from kvtier.policies.h2o import H2o
 from kvtier.policies.looks import LayerLook, Shape, Tracker
 from kvtier.policies.sink_window import SinkWindow
 from kvtier.policies.validate import check_stats
@@ -64,7 +65,7 @@ def test_plans_are_valid_and_budgets_held(name: str, budgets: Budgets) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 32),
     n_layers=st.integers(1, 5),
@@ -157,6 +158,8 @@ BAD_PLANS = {
     "negative page": (lambda n: Plan(np.zeros(n, np.float32), np.array([-1]), np.array([GONE], np.uint8)), "names page -1"),
     "twice": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 5]), np.array([GONE, GONE], np.uint8)), "same page"),
     "no such tier": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([77], np.uint8)), "not there"),
+    "a tier below the first": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([-10])), "tier -10"),
+    "large page": (lambda n: Plan(np.zeros(n, np.float32), np.array([1 << 63], np.uint64), np.array([GONE], np.uint8)), "names page"),
     "no disk": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([DISK], np.uint8)), "tier disk"),
     "protected": (lambda n: Plan(np.zeros(n, np.float32), np.array([0]), np.array([GONE], np.uint8)), "protected"),
     "lengths": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 6]), np.array([GONE], np.uint8)), "2 pages to move and 1"),
@@ -170,6 +173,13 @@ def test_nonsense_is_refused(bad: str) -> None:
     stats = random_stats(np.random.default_rng(5), 2, 20)
     with pytest.raises(PolicyError, match=words):
         check_plan(make(len(stats)), stats, Budgets(30_000, 0))
+
+
+def test_any_type_of_whole_number_will_do() -> None:
+    stats = random_stats(np.random.default_rng(5), 2, 20)
+    free = np.flatnonzero(~stats.protected & (stats.tier == HOST))[:2]
+    plan = Plan(np.zeros(len(stats), np.float64), free.astype(np.uint64), np.array([GONE, GONE], np.int16))
+    assert check_plan(plan, stats, Budgets(30_000, 0)) is plan
 
 
 def test_a_plan_that_overfills_a_tier_is_refused() -> None:
@@ -278,6 +288,19 @@ def test_looks_tell_idle_and_uses() -> None:
     assert stats.uses.tolist() == [0.5, 1, 1]
     assert stats.layer_depth.tolist() == [0.5] * 3
     assert stats.key_norm.tolist() == [0.0] * 3
+
+
+def test_a_text_that_was_taken_back_is_forgotten() -> None:
+    tracker, h2o = Tracker(Shape(n_layers=5, page_tokens=32)), H2o()
+    for clock in (192, 208):
+        stats = tracker.stats([_look([HOST] * 6, [0.1, 0.6, 0.1, 0.1, 0.05, 0.05])], clock, 192)
+        h2o.plan(stats, Budgets(1_000, 0))
+    assert stats.uses.tolist() == [0, 1, 0, 0, 0, 0]
+    stats = tracker.stats([_look([HOST] * 5 + [GONE], [0.1, 0.1, 0.6, 0.1, 0.1, 0.0])], 368, 150)
+    assert stats.uses.tolist() == [0, 0, 1, 0, 0]
+    assert stats.mass_long.tolist() == pytest.approx([0.1, 0.1, 0.6, 0.1, 0.1])
+    keep = h2o.plan(stats, Budgets(1_000, 0)).keep
+    assert keep[2] > keep[1]
 
 
 def test_every_policy_is_documented() -> None:

@@ -47,6 +47,14 @@ def test_text_on_stdout_table_on_stderr(smollm2_path: Path) -> None:
     assert "tokens/s" in done.stderr and "f16" in done.stderr and "llama" not in done.stderr
 
 
+def test_a_pipe_is_no_terminal_whatever_the_environment_says() -> None:
+    plain = kvtier("models")
+    forced = kvtier("models", FORCE_COLOR="1", TTY_COMPATIBLE="1")
+    assert forced.returncode == 0 and forced.stdout == plain.stdout
+    wrong = kvtier("run", "nothing.gguf", "-p", "x", FORCE_COLOR="1", TTY_COMPATIBLE="1")
+    assert wrong.returncode == 2 and "\x1b" not in wrong.stderr
+
+
 def test_json_is_one_object_with_everything(smollm2_path: Path, prompt_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()

@@ -62,7 +62,7 @@ def test_features_are_finite_and_in_order() -> None:
 
 
 @given(n=st.integers(0, 5000), seed=st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_predictions_in_blocks_are_those_of_the_formula(n: int, seed: int) -> None:
     scorer = a_scorer(seed)
     x = np.random.default_rng(seed).standard_normal((len(FEATURES) + 1, n)).astype(np.float32)
@@ -290,6 +290,7 @@ def test_train_and_tune_from_text_to_weights(smollm2_path: Path, tmp_path: Path)
         (["train", "python", "-o", "s.npz", "--tokens", "50"], "too few to learn from"),
         (["tune", "python", "--from", "short.txt", "-o", "s.npz"], "is no scorer"),
         (["tune", "python", "--from", "missing.npz", "-o", "s.npz"], "cannot be read"),
+        (["train", "python", "-o", "s.npz", "--seed", "-1"], "-1 is not in the range"),
         (["report"], "nothing to judge by"),
         (["report", "--trace", "short.txt"], "is no trace"),
         (["report", "."], "Is a directory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,41 @@ def test_other_fidelities_are_refused(text: str) -> None:
 @pytest.mark.parametrize("eps", [LEAST_EPS, MAX_EPS])
 def test_the_ends_of_eps_are_the_librarys_too(eps: float) -> None:
     _native.Domain(KVSettings(fidelity=f"bounded:{eps}").to_native()).close()
+
+
+@pytest.mark.parametrize("text", ["fidelity=bounded", "fidelity=bounded,host=1g", "host=1.5KiB", " # a note \n\n host = 4096 \n", "fidelity=lossy,host=2M"])
+def test_texts_that_the_library_takes(text: str) -> None:
+    _native.Domain(text).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("host", "'host' is not key=value; known keys are: host disk dir"),
+        ("hots=1", "unknown setting 'hots'; known are: host disk dir"),
+        ("host=2GB", "setting 'host': '2GB' is not a number of bytes such as 4096, 512MiB or 2GiB"),
+        ("host=0", "'0' is not a number of bytes"),
+        ("host=-1", "'-1'"),
+        ("host=1e99", "'1e99'"),
+        ("host=nan", "'nan'"),
+        ("disk=1GiB", "'disk' needs 'dir'"),
+        ("host-k=q5_0", "'q5_0' is not a storage format"),
+        ("page-tokens=33", "a multiple of 32"),
+        ("io-threads=99999999999999999999", "a number from 0 to 64"),
+        ("mass-decay=1", "a number in [0, 1)"),
+        ("fidelity=bounded:", "'bounded:' is not 'exact', 'lossy', 'bounded' or 'bounded:EPS'"),
+        ("fidelity=bounded:1", "EPS between 0 and 1"),
+        ("fidelity=bounded:nan", "EPS between 0 and 1"),
+        ("fidelity=bounded:0.1x", "EPS between 0 and 1"),
+        ("fidelity=bounded,read-budget=95", "95 tokens cannot hold the 96"),
+        ("fidelity=lossy,disk=1MiB,dir=/", "takes no 'disk'"),
+        ("@/", "is it a file?"),
+        ("@/nowhere", "cannot read the settings file '/nowhere'"),
+    ],
+)
+def test_texts_that_the_library_refuses(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        _native.Domain(text)
 
 
 @pytest.mark.parametrize(("values", "least"), [({}, 96), ({"protect_first": 0, "page_tokens": 64}, 128)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.sizes import format_bytes, format_rate, format_seconds, format_tokens, parse_bytes, parse_tokens
+from kvtier.sizes import format_bytes, format_rate, format_seconds, parse_bytes, parse_tokens
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -89,8 +89,6 @@ def test_format_bytes(n: int, shown: str) -> None:
 
 
 def test_format_others() -> None:
-    assert format_tokens(1) == "1 token"
-    assert format_tokens(6144) == "6,144 tokens"
     assert format_rate(None) == "-"
     assert format_rate(14.23) == "14.2 tokens/s"
     assert format_rate(1234.5) == "1,234 tokens/s"

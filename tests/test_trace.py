@@ -196,6 +196,19 @@ def test_a_stop_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None
     assert read_trace(tmp_path / "t").n_steps == done.n_steps
 
 
+def test_a_recording_that_fails_stays_beside_what_was_there(tmp_path: Path) -> None:
+    target = write_synthetic(tmp_path / "t", n_steps=20)
+    before = target.read_bytes()
+    with pytest.raises(RuntimeError, match="on the way"), TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 1)) as writer:
+        for _ in range(CHUNK_STEPS + 3):
+            writer.add(7, np.full((1, 2), 0.5, np.float32))
+        raise RuntimeError("on the way")
+    assert target.read_bytes() == before
+    with pytest.raises(TraceError, match="cut short"):
+        read_trace(tmp_path / "t.part")
+    assert read_trace(tmp_path / "t.part", partial=True).n_steps == CHUNK_STEPS + 3
+
+
 def test_a_stop_before_the_first_step_leaves_what_was_there(smollm2_path: Path, tmp_path: Path) -> None:
     target = write_synthetic(tmp_path / "t", n_steps=20)
     before, asked = target.read_bytes(), iter(range(1000))

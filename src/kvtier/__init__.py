@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from .figures import Figures
     from .kv import KVCache
     from .llama import Llama
+    from .lossy.settings import MemorySettings
     from .settings import KVSettings
 
-__all__ = ["Figures", "KVCache", "KVSettings", "KvtierError", "Llama", "__version__"]
+__all__ = ["Figures", "KVCache", "KVSettings", "KvtierError", "Llama", "MemorySettings", "__version__"]
 
 # Loaded on first use: `import kvtier` alone must not load llama.cpp.
 _HOMES: Final = {
     "Llama": "llama",
     "KVSettings": "settings",
+    "MemorySettings": "lossy.settings",
     "KVCache": "kv",
     "Figures": "figures",
     "KvtierError": "errors",

@@ -68,7 +68,7 @@ def _fetch_one(hub: Any, repo: str, file: str, report: ProgressFn) -> Path:
         return there   # was checked when it was fetched
     infos = hub.HfApi().get_paths_info(repo, [file])
     if not infos:
-        raise ModelFetchError(f"{repo} has no file {file}", "Without -hff, the quantization chooses the file.")
+        raise ModelFetchError(f"{repo} has no file {file}", "Its page lists the files there are; -hf OWNER/NAME:QUANT takes one by its quantization.")
     report(FetchProgress(file, "fetch", 0, infos[0].size))
     path = Path(hub.hf_hub_download(repo, file))
     report(FetchProgress(file, "check", infos[0].size, infos[0].size))

@@ -15,6 +15,7 @@ from .modelshape import AttentionLayer, ModelShape, shape_of
 from .settings import WIDE_FORMATS, KVSettings
 
 AUTO: Final = "auto"
+GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}  # their numbers in ggml's enum ggml_type
 _ROTATED_HEAD: Final = 64  # llama.cpp rotates heads whose size is a multiple of it
 _WIDE: Final = "f16"
 

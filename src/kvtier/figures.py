@@ -29,7 +29,7 @@ class Figures:
 
     tiers: Mapping[str, TierFigures]
     n_hits: int  # page reads that found the page in RAM
-    n_misses: int  # page reads that had to wait for the disk or read it
+    n_misses: int  # page reads that found it on disk; read-ahead may have fetched it by then
     n_prefetched: int  # pages read ahead
     n_prefetch_used: int  # of these, pages that were then needed
     n_evicted: int  # pages that went from RAM to disk

@@ -108,6 +108,24 @@ class LayerPages:
     last_use: npt.NDArray[np.uint64]
 
 
+class _Losses:
+    """The mass of pages that were dropped and still are: the library only adds, also when a context has been forgotten."""
+
+    def __init__(self, before: Figures) -> None:
+        self._lock: Final = threading.Lock()
+        self._total = before.mass_lost
+        self._mass, self._n_gone = 0.0, 0
+
+    def look(self, figures: Figures) -> float:
+        n_gone = figures.tiers["none"].n_pages
+        with self._lock:
+            if n_gone < self._n_gone:  # which of them came back is not known: each counts alike
+                self._mass *= n_gone / self._n_gone
+            self._mass = self._mass + figures.mass_lost - self._total if n_gone else 0.0
+            self._total, self._n_gone = figures.mass_lost, n_gone
+            return self._mass
+
+
 class KVCache:
     """The KV cache of one model. Everything here raises NativeError once the model is closed."""
 
@@ -115,11 +133,16 @@ class KVCache:
         self._domain: Final = domain
         self._lease: Final = lease
         self.settings: Final = settings
+        self._losses: Final = _Losses(domain.figures())
 
     @property
     def figures(self) -> Figures:
         """Counts since the model was loaded, and the tiers as they are now."""
         return self._domain.figures()
+
+    def lost_mass(self) -> float:
+        """What the decayed mean attention mass of dropped pages came to when they were dropped, of those whose tokens have not been taken back since."""
+        return self._losses.look(self._domain.figures())
 
     @property
     def n_layers(self) -> int:
@@ -155,8 +178,8 @@ class KVCache:
         """Be told when a page is about to leave RAM and when one came back; None ends it.
 
         The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V.
-        They run on the library's threads and must not decode or change the hooks. An exception in one is printed and
-        otherwise ignored.
+        They run on the library's threads and must not decode or change the hooks; read_page, set_keep, set_summary and
+        summary_mass raise NativeError there. An exception in one is printed and otherwise ignored.
         """
         self._domain.set_offload(on_leave, on_return)
 

@@ -65,7 +65,7 @@ def look(kv: KVCache, timing: Timing, preset: str = "") -> Look:
     layers = _layers(kv)
     heat_of, heat = _heat(layers)
     outside = _mean([layer.evicted_mass for layer in layers])
-    lost = min(1.0, _ratio(figures.mass_lost, sum(layer.total_mass for layer in layers)) or 0.0)
+    lost = min(1.0, _ratio(kv.lost_mass(), sum(layer.total_mass for layer in layers)) or 0.0)
     return Look(
         n_tokens=timing.n_generated,
         per_s=timing.decode_per_s,

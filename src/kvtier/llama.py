@@ -15,7 +15,7 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 
 from . import _native, gguf, runtime
-from .cachetypes import cache_types
+from .cachetypes import GGML_TYPES, cache_types
 from .errors import (
     CancelledError,
     ContextLengthError,
@@ -61,8 +61,8 @@ class Llama(llama_cpp.Llama):
         fidelity: "exact", "bounded", "bounded:EPS" or "lossy", see kvtier.settings.KVSettings.
         kv_read_budget: with bounded fidelity, the most values that one step reads per KV head.
         kv_settings: all of the above in one object, instead of them.
-        kv_memory: with lossy fidelity, what becomes of a page before it is gone; by default all that there is with the policies delta
-            and adaptive, and nothing with others, which drop pages as they are.
+        kv_memory: with lossy fidelity, what becomes of a page before it is gone (a kvtier.MemorySettings); by default it is kept in fewer bits with
+            the policies delta and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
         n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is fewer.
@@ -125,7 +125,7 @@ class Llama(llama_cpp.Llama):
         _make_dir(settings)
         domain = _native.Domain(settings.to_native())
         try:
-            self._load(loaded, domain, str(model_path), runtime.GGML_TYPES[nominal[0]], runtime.GGML_TYPES[nominal[1]], kwargs)
+            self._load(loaded, domain, str(model_path), GGML_TYPES[nominal[0]], GGML_TYPES[nominal[1]], kwargs)
         except BaseException:
             if "_stack" in self.__dict__:
                 self._stack.close()
@@ -133,7 +133,7 @@ class Llama(llama_cpp.Llama):
             raise
         self._lease = CacheLease(_Free(self._stack, domain))
         self._kv = KVCache(domain, self._lease, settings)
-        self._policy = policy
+        self._policy, self._kv_memory = policy, kv_memory
         if memory is not None and self.context_params.swa_full and api.llama_model_n_swa(self._model.model) > 0:
             # a summary is seen by every query, and would show layers with a window what lies before it
             memory = replace(memory, online_share=0.0, low_rank=0)
@@ -202,7 +202,7 @@ class Llama(llama_cpp.Llama):
             lease.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kv_settings": self._kv.settings, "policy": self._policy}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "kv_settings": self._kv.settings, "policy": self._policy, "kv_memory": self._kv_memory}  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
@@ -320,12 +320,12 @@ def _type_name(argument: str, value: int | str | None) -> str | None:
     """The name of a cache type that is also a storage format of ours; None if it was not given."""
     if value is None:
         return None
-    names = {number: name for name, number in runtime.GGML_TYPES.items()}
+    names = {number: name for name, number in GGML_TYPES.items()}
     name = value.lower() if isinstance(value, str) else names.get(int(value))
-    if name not in runtime.GGML_TYPES:
+    if name not in GGML_TYPES:
         raise SettingsError(
             f"{argument} is {value!r}, which is not a type that the cache can have",
-            f"Take one of {', '.join(runtime.GGML_TYPES)}.",
+            f"Take one of {', '.join(GGML_TYPES)}.",
         )
     return name
 

@@ -158,7 +158,7 @@ def _not_found(model: str, path: Path, entries: dict[str, ModelEntry]) -> ModelN
     hint = f"Did you mean {' or '.join(near)}? `kvtier models` lists all names." if near else ""
     hint = hint or "`kvtier models` lists the known names; a path to a .gguf file works too."
     if model.count("/") == 1:
-        hint = f"To take it from Hugging Face: -hf {model}\n{hint}"
+        hint = f"To take it from Hugging Face: kvtier run -hf {model}\n{hint}"
     return ModelNotFoundError(f"unknown model '{model}'", hint)
 
 

@@ -25,13 +25,13 @@ from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Obs
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
+from .settings import MASS_DECAY
 
 TIME_LIMIT_S: Final = 5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
 _BYTES_PER_F16: Final = 2.0
-MASS_DECAY = 0.98  # the native library's own default
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class KVEngine:
         """
         if self._kv.settings.fidelity != "lossy" or self._weights <= 0:
             return None
-        return min(1.0, self._kv.figures.mass_lost / self._weights)
+        return min(1.0, self._kv.lost_mass() / self._weights)
 
     def stats(self) -> PageStats:
         """Raises NativeError if the caches change meanwhile."""
@@ -334,6 +334,9 @@ class Placement:
                 # of the figures or of the built-in default: the next plan may do better, generation goes on either way
                 self._note(n_refused=self._figures.n_refused + 1)
                 _log.debug("no plan this time: %s", err)
+            except Exception:  # a bug, of ours or of a policy: whoever waits for a plan must not wait for ever
+                self._note(n_refused=self._figures.n_refused + 1)
+                _log.exception("no plan this time")
 
     def _plan_once(self) -> None:
         stats = self._engine.stats()

@@ -17,10 +17,9 @@ from typing import Final
 from .errors import UsageError
 from .gguf import GgufHeader, TensorInfo
 from .modelshape import AttentionLayer, ModelShape, shape_of
-from .settings import COMPACT
+from .settings import COMPACT, SUB_PAGE_TOKENS
 
 CELL_ALIGN: Final = 256        # llama.cpp rounds contexts and sliding caches up to this many cells
-SUB_PAGE_TOKENS: Final = 32
 HEAD_ALIGN_BYTES: Final = 64
 KEY_ALIGN_BYTES: Final = 4096        # keys of a head that are kept apart
 KEY_SLACK_BYTES: Final = 16384

@@ -22,7 +22,6 @@ from . import _native, hardware
 from .errors import KvtierError, LibraryError, LlamaError
 
 DEVICE_NAME: Final = b"KVT0"
-GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}
 LOG_LINES: Final = 200
 SHOWN_LOG_LINES: Final = 8
 _WARN, _ERROR, _CONTINUED = 3, 4, 5  # ggml's log levels

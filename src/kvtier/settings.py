@@ -15,6 +15,7 @@ from .sizes import parse_bytes, parse_share
 
 SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens
 MAX_PAGE_TOKENS: Final = 4096
+MASS_DECAY: Final = 0.98  # the native library's own default
 MAX_MASS_DECAY: Final = 0.999999  # what is below 1 in single precision too
 LEAST_EPS: Final = 1.2e-38  # what single precision holds in full
 MAX_EPS: Final = MAX_MASS_DECAY

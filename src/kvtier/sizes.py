@@ -72,11 +72,6 @@ def format_bytes(n_bytes: int) -> str:
     return f"{size:.2f} {'KMGTP'[power]}iB" if size < 10 else f"{size:.1f} {'KMGTP'[power]}iB"
 
 
-def format_tokens(n_tokens: int) -> str:
-    """For example "6,144 tokens"."""
-    return f"{n_tokens:,} token" + ("" if n_tokens == 1 else "s")
-
-
 def format_rate(per_s: float | None) -> str:
     """Tokens per second, three significant digits; a dash when it was not measured."""
     if per_s is None:

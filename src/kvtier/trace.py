@@ -168,7 +168,12 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an exception the trace is one that was cut short, and stays beside its place."""
+        if kind is not None and not self._has_failed:
+            with suppress(OutputError):
+                self._flush()
+            self._has_failed = True
         self.close()
 
     def _drop_if_empty(self) -> None:

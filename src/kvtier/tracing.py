@@ -15,10 +15,9 @@ from .kv import LayerMass
 from .llama import Llama
 from .pagekeys import PageKeys
 from .policies.base import GONE
-from .settings import KVSettings
+from .settings import MASS_DECAY, KVSettings
 from .trace import TraceHeader, TraceWriter
 
-MASS_DECAY: Final = 0.98  # of the mean that an engine keeps; the trace itself has every step's own mass
 PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")
 _UBATCH: Final = 512
 

@@ -25,9 +25,9 @@ class BenchPlan:
     `block_tokens(context)` decode steps of each configuration. `prefill` is the prompt length whose prefill is
     measured (0: none), with the most threads of `threads`.
 
-    With `computed`, long contexts hold the text itself instead of some of its cells over and over: one configuration
-    computes them, those with the same cache types load them. `fidelity` (bounded:EPS) adds rows of that fidelity, whose
-    speed depends on what the cells hold: it needs `computed`.
+    With `computed`, kvtier's long contexts hold the text itself instead of some of its cells over and over: one configuration
+    computes them, those with the same cache types load them. Stock's time does not depend on what cells hold. `fidelity`
+    (bounded:EPS) adds rows of that fidelity, whose speed depends on what the cells hold: it needs `computed`.
     """
 
     model: Path

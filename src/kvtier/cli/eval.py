@@ -121,6 +121,8 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
     if options["csv_file"] is not None:
         require_writable(options["csv_file"], f"the file {options['csv_file']}")
     names = None if tasks is None else task_names(tasks)
+    if names is not None and options["keep_logits"]:
+        raise UsageError("--keep-logits is given with --tasks, which compare answers and keep no logits", "Leave out one of them.")
     rows, reference = _chosen(options["only"], options["reference"], in_tasks=names is not None)
     path, text = find_model(model), read_text(text_file)
     file = RowFile(rows_file or cache_dir() / "eval" / "rows.jsonl")

@@ -16,7 +16,7 @@ from . import ui
 def command(as_json: bool) -> None:
     """List the models that can be run by name.
 
-    Any GGUF file works by its path, and any of a Hugging Face repository with -hf OWNER/NAME.
+    Any GGUF file works by its path, and `run` and `plan` take any of a Hugging Face repository with -hf OWNER/NAME.
     """
     entries = known_models().values()
     if as_json:

@@ -172,10 +172,15 @@ def kv_options(function: F) -> F:
                 metavar="TOKENS",
                 help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded; at least 96, the first and newest pages.",
             ),
-            option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32."),
-            option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier."),
-            option("--kv-protect-first", type=int, metavar="PAGES", help="Pages at the start that never leave RAM."),
-            option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that never leave RAM."),
+            option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32. [default: 32]"),
+            option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier. [default: 2]"),
+            option(
+                "--kv-protect-first",
+                type=int,
+                metavar="PAGES",
+                help="Pages at the start that stay in RAM (fewer, if the budget cannot hold them). [default: 1]",
+            ),
+            option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that stay in RAM, likewise. [default: 2]"),
         )
     ):
         function = decorate(function)

@@ -161,7 +161,7 @@ class _Job:
 @not_ours("-fa", "--flash-attn", why="flash attention is always on")
 @option("--live", is_flag=True, help="While text streams, show tiers, layers and what attention leaves out; needs a terminal.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
-@option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log.")
+@option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log, and why the policy adaptive changes its preset.")
 def command(
     model: str | None,
     model_option: str | None,

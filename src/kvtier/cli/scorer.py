@@ -18,7 +18,7 @@ from ..outputs import aside, require_writable
 from . import ui
 from .measured import NumbersParam, default_threads, find_model
 from .options import TOKENS
-from .signals import StopFlag
+from .signals import StopFlag, unless_hung_up
 from .texts import read_text
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _recording(prefixes: str, n_tokens: str) -> Callable[[F], F]:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write.")
 @click.option("--held-out", multiple=True, metavar="TEXT", help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]")
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=6000, help="Training steps.")
-@click.option("--seed", type=int, default=0, help="Seed of the first weights and the order of examples.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the first weights and the order of examples.")
 @_recording("1k,3k,6k", "768")
 def train_command(
     texts: tuple[str, ...], output: Path, held_out: tuple[str, ...], steps: int, seed: int, as_json: bool, folder: Path | None, **recording: Any
@@ -90,7 +90,7 @@ def train_command(
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write.")
 @click.option("--held-out", multiple=True, metavar="TEXT", help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]")
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=200, help="Training steps.")
-@click.option("--seed", type=int, default=0, help="Seed of the order of examples.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the order of examples.")
 @_recording("2k,4k", "512")
 def tune_command(
     texts: tuple[str, ...],
@@ -140,7 +140,7 @@ def report_command(
         require_length(trace.n_steps, f"the trace {path} has {trace.n_steps:,} steps, which are too few to judge by")
     with _session(folder) as (where, stop, progress):
         if texts:
-            models = [find_model(model) for model in recording["models"]]
+            models = _models(recording["models"], stop)
             traces += record_all(models, [_text(name) for name in texts], _segments(recording), where, progress, stop)
         table = quality(traces, scorer)
     _show(table, as_json, about=scorer.about)
@@ -160,7 +160,8 @@ def _session(folder: Path | None, output: Path | None = None) -> Iterator[tuple[
             yield _folder(folder or Path(temporary)), stop, lambda text, done, total: status(f"{text}: {done:,} of {total:,}")
     except CancelledError:
         kept = "" if folder is None else f"; finished recordings are kept in {folder}"
-        ui.say(f"stopped: nothing was written{'' if output is None else f' to {output}'}{kept}")
+        with unless_hung_up(stop):
+            ui.say(f"stopped: nothing was written{'' if output is None else f' to {output}'}{kept}")
         click.get_current_context().exit(stop.exit_code)
 
 
@@ -195,9 +196,14 @@ def _recorded(
     if not judge:
         learn, judge = (list(part) for part in zip(*map(split, learn), strict=True))
         judged = prefixes[0]
-    models = [find_model(model) for model in recording["models"]]
+    models = _models(recording["models"], stop)
     traces = record_all(models, learn, _segments(recording), folder, progress, stop)
     return traces, record_all(models, judge, Segments((judged,), n_tokens, threads), folder, progress, stop)
+
+
+def _models(names: Sequence[str], stop: StopFlag) -> list[Path]:
+    with stop.raising():  # they may have to be fetched
+        return [find_model(name) for name in names]
 
 
 def _segments(recording: dict[str, Any]) -> Segments:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final
 
+from ..errors import OutputError
+
 
 class Stopped(KeyboardInterrupt):
     """A signal came while nothing but waiting was going on. `exit_code` is what a shell expects of a process it ended."""
@@ -22,6 +24,16 @@ def endings() -> tuple[signal.Signals, ...]:
     """The signals that end a process from outside; not SIGHUP where it is ignored, as under nohup."""
     hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, *hangup)
+
+
+@contextmanager
+def unless_hung_up(stop: StopFlag) -> Iterator[None]:
+    """What cannot be written in this block because the terminal has gone is not missed."""
+    try:
+        yield
+    except (OutputError, OSError):
+        if stop.signum != signal.SIGHUP:
+            raise
 
 
 class StopFlag:

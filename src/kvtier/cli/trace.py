@@ -15,7 +15,7 @@ from ..sizes import format_bytes
 from . import ui
 from .measured import default_threads, find_model
 from .options import TOKENS, option
-from .signals import StopFlag
+from .signals import StopFlag, unless_hung_up
 from .texts import read_text
 
 
@@ -71,20 +71,21 @@ def record_command(
     with StopFlag() as stop, StatusLine() as status:
         done = record(job, output, lambda phase, n, total: status(f"{phase}: {n:,} of {total:,} tokens"), stop)
         exit_code = stop.exit_code
-    if done.n_steps == 0:
-        ui.say("stopped before the first step: nothing was recorded")
-    elif as_json:
-        ui.echo(json.dumps({"trace": str(output), "model": str(path), **asdict(done)}))
-    else:
-        ui.table(
-            [
-                ("trace", str(output)),
-                ("steps", f"{done.n_steps:,}" + (" (stopped)" if done.is_stopped else "")),
-                ("layers", f"{done.n_layers:,}"),
-                ("pages", f"{done.n_pages:,} per layer"),
-                ("size", format_bytes(done.n_bytes)),
-            ]
-        )
+    with unless_hung_up(stop):
+        if done.n_steps == 0:
+            ui.say("stopped before the first step: nothing was recorded")
+        elif as_json:
+            ui.echo(json.dumps({"trace": str(output), "model": str(path), **asdict(done)}))
+        else:
+            ui.table(
+                [
+                    ("trace", str(output)),
+                    ("steps", f"{done.n_steps:,}" + (" (stopped)" if done.is_stopped else "")),
+                    ("layers", f"{done.n_layers:,}"),
+                    ("pages", f"{done.n_pages:,} per layer"),
+                    ("size", format_bytes(done.n_bytes)),
+                ]
+            )
     click.get_current_context().exit(exit_code)
 
 

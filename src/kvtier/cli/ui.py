@@ -56,7 +56,9 @@ def console(stderr: bool = True) -> Console:
     # Without a terminal the width is nobody's: lines are not wrapped.
     is_terminal = stream.isatty()
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return _Console(file=stream, highlight=False, soft_wrap=not is_terminal, width=None if is_terminal else 200, color_system=colours)
+    width = None if is_terminal else 200
+    # FORCE_COLOR and its like would make a file a terminal, cursor movements included.
+    return _Console(file=stream, force_terminal=is_terminal, highlight=False, soft_wrap=not is_terminal, width=width, color_system=colours)
 
 
 def echo(text: str = "", nl: bool = True) -> None:

@@ -15,7 +15,6 @@ from .divergence import kl_divergence, log_softmax
 from .exactmass import MassReader, MassWriter
 from .readings import counts_between
 
-_PREFILL_STEP = 512
 _DECODE_STEP = 16
 
 
@@ -39,9 +38,9 @@ def score(
         raise MeasuringError(f"the text has {len(tokens)} tokens; {n_prefix} + {n_tokens} + 1 are needed")
     engine.clear()
     prefill_s = 0.0
-    for at in range(0, n_prefix, _PREFILL_STEP):
+    for at in range(0, n_prefix, engine.n_batch):
         progress("prefill", at, n_prefix)
-        prefill_s += engine.prefill(tokens[at : min(at + _PREFILL_STEP, n_prefix)])
+        prefill_s += engine.prefill(tokens[at : min(at + engine.n_batch, n_prefix)])
 
     shape = (n_tokens, engine.n_vocab)
     table = np.memmap(reference, np.float32, "w+" if write else "r", shape=shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -30,15 +29,6 @@ BATCH: Final = 16  # pages that change their format before memory is put togethe
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class MemoryFigures:
-    """Counts since the model was loaded."""
-
-    n_refreshes: int = 0
-    n_reencoded: int = 0
-    n_dropped: int = 0
-
-
 class LossyEngine(KVEngine):
     """A KV cache whose pages are given up step by step. Plans only say what is wanted; this carries it out within the budget."""
 
@@ -51,7 +41,7 @@ class LossyEngine(KVEngine):
         self._is_checked = False
         share, budget = kv.settings.host_share, kv.settings.host
         self._keeper = ShareKeeper(share, budget) if share is not None and budget is not None else None
-        self.counts: Final = MemoryFigures()
+        self._n_refreshes = 0
 
     def check_budget(self) -> None:
         """Raises BudgetError where the budget cannot hold what never goes: sliding windows, and the first and newest pages of each layer."""
@@ -94,8 +84,8 @@ class LossyEngine(KVEngine):
         headroom = min(headroom, budget // 2)
         self._ahead = 2 * PLAN_STEPS
         slack = max(int(self._settings.slack * budget), LEAST_SLACK)
-        self.counts.n_refreshes += 1
-        if self.counts.n_refreshes % TRIM_REFRESHES == 0:  # arrays of lengths that grow leave holes behind
+        self._n_refreshes += 1
+        if self._n_refreshes % TRIM_REFRESHES == 0:  # arrays of lengths that grow leave holes behind
             hardware.give_back_free_memory()
         if budget - tiers.held_bytes < headroom + slack:
             room = int((budget - self._cache.figures.reserved_bytes - headroom - slack) / SLAB_WASTE)
@@ -124,14 +114,14 @@ class LossyEngine(KVEngine):
         """Every page that is not protected gets its level."""
         on_host = stats.tier == HOST
         formats = self._formats(stats)
-        first = next(iter(layers.values()))  # heads of all layers that grow are alike
+        first = growing(layers.values())[0]  # heads of all layers that grow are alike
         levels = ladder(own.fmt_k, own.fmt_v, first) if self._settings.compress else (own,)
         sizes = np.array([level.page_bytes(first) for level in levels], np.int64)
         # what is protected is never gone, but only the newest pages are still written to
         sinks = np.flatnonzero(on_host & stats.protected & (stats.age > 2 * stats.page_tokens))
-        n_newest = int(np.count_nonzero(on_host & stats.protected)) - len(sinks)
+        newest = np.setdiff1d(np.flatnonzero(on_host & stats.protected), sinks, assume_unique=True)
         sink_level = min(1, len(levels) - 1)
-        room -= int(sizes[0]) * n_newest + int(sizes[sink_level]) * len(sinks)
+        room -= _bytes_of(stats.array[newest], layers, levels[0]) + _bytes_of(stats.array[sinks], layers, levels[sink_level])
         free = np.flatnonzero(on_host & ~stats.protected)
         wanted = assign(keep[free], sizes, max(0, room))
         current = _level_of(levels, formats[free])
@@ -182,7 +172,7 @@ class LossyEngine(KVEngine):
             for array in np.unique(stats.array[part]).tolist():
                 pages = stats.page[part[stats.array[part] == array]].tolist()
                 try:
-                    self.counts.n_reencoded += self._cache.reencode(array, pages, level.fmt_k, level.fmt_v)
+                    self._cache.reencode(array, pages, level.fmt_k, level.fmt_v)
                 except NativeError as err:  # attention has some of them just now: the next refresh takes them
                     _log.debug("pages keep their format for now: %s", err.message)
             self._cache.compact()
@@ -193,7 +183,7 @@ class LossyEngine(KVEngine):
             pages = stats.page[gone[stats.array[gone] == array]].tolist()
             self._stand_ins.take(layers[array], pages)
             try:
-                self.counts.n_dropped += self._cache.move(array, pages, "gone")
+                self._cache.move(array, pages, "gone")
             except NativeError as err:
                 _log.debug("pages stay for now: %s", err.message)
 
@@ -207,6 +197,12 @@ def make_room(engine: LossyEngine, placement: Placement, n_tokens: int) -> bool:
     engine.expect(n_tokens)
     placement.advance(PLAN_STEPS)
     return placement.settle(SETTLE_S)
+
+
+def _bytes_of(arrays: npt.NDArray[np.uint32], layers: dict[int, LayerFigures], level: Level) -> int:
+    """Bytes of one page for each entry of `arrays`, all in the formats of `level`."""
+    ids, counts = np.unique(arrays, return_counts=True)
+    return sum(n * level.page_bytes(layers[array]) for array, n in zip(ids.tolist(), counts.tolist(), strict=True))
 
 
 def _level_of(levels: tuple[Level, ...], formats: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 
 def _environment() -> dict[str, str]:
     """This process's, less what would configure kvtier behind the plan's back."""
-    kept = ("KVTIER_LIBRARY", "KVTIER_ISA")
+    kept = ("KVTIER_LIBRARY", "KVTIER_ISA", "KVTIER_CACHE_DIR")
     env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(("KVTIER_", "GGML_BACKEND_PATH"))}
     # One BLAS thread, or numpy's own take part in bandwidth measurements; no debugger that a failing ggml would start.
     return {**env, "OPENBLAS_NUM_THREADS": "1", "GGML_NO_BACKTRACE": "1"}

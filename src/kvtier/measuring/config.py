@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..cachetypes import AUTO, cache_types
+from ..cachetypes import AUTO, GGML_TYPES, cache_types
 from ..errors import KvtierError
 from ..gguf import read_model
 from ..lossy.batch import fitting_batch
@@ -18,9 +18,6 @@ from ..settings import KVSettings
 from .errors import MeasuringError
 
 EngineName = Literal["stock", "kvtier"]
-
-# the numbers of ggml's enum ggml_type
-GGML_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "bf16": 30}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cachetypes import GGML_TYPES
 from ..settings import KVSettings
 from . import state as states
-from .config import GGML_TYPES, Configuration, Opening
+from .config import Configuration, Opening
 from .errors import MeasuringError, StateLayoutError
 
 _TEMPLATE_TOKENS = 256  # real tokens whose cells fill a longer context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 
@@ -15,8 +16,9 @@ class StatusLine:
 
     def __call__(self, text: str) -> None:
         if self._on:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+            with suppress(OSError):  # a terminal that has gone misses nothing
+                sys.stderr.write(f"\r\x1b[K{text}")
+                sys.stderr.flush()
 
     def __enter__(self) -> StatusLine:
         return self

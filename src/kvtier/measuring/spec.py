@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Final, get_args, get_type_hints
 
-from ..cachetypes import AUTO
+from ..cachetypes import AUTO, GGML_TYPES
 from ..errors import KvtierError, SettingsError, UsageError
 from ..lossy.settings import MemorySettings, memory_for
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import LEAST_SHARE, KVSettings
 from ..sizes import parse_share, parse_tokens
-from .config import GGML_TYPES, Configuration, EngineName
+from .config import Configuration, EngineName
 
 ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 CACHE_KEYS: Final = ("cache", "cache-k", "cache-v")

@@ -24,12 +24,12 @@ def check_plan(plan: object, stats: PageStats, budgets: Budgets) -> Plan:
         return plan
     if indices.min() < 0 or indices.max() >= len(stats):
         raise PolicyError(f"a move names page {indices.max() if indices.min() >= 0 else indices.min()} of {len(stats)}")
-    if np.bincount(indices, minlength=len(stats)).max() > 1:
+    if len(np.unique(indices)) < len(indices):
         raise PolicyError("two moves name the same page")
     allowed = (to_tier == HOST) | (to_tier == GONE) | ((to_tier == DISK) & (budgets.disk_bytes > 0))
     if not allowed.all():
         tier = int(to_tier[~allowed][0])
-        raise PolicyError(f"a move goes to tier {TIERS[tier] if tier < len(TIERS) else tier}, which is not there")
+        raise PolicyError(f"a move goes to tier {TIERS[tier] if 0 <= tier < len(TIERS) else tier}, which is not there")
     if stats.protected[indices[to_tier != HOST]].any():
         raise PolicyError("a move takes a protected page off the host")
     _check_budgets(plan, stats, budgets)

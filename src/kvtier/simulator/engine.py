@@ -13,9 +13,9 @@ from ..errors import BudgetError
 from ..figures import TIERS, UNLIMITED
 from ..policies.base import DISK, GONE, HOST, Budgets, Floats, Indices, PageStats
 from ..policies.looks import LayerLook, Shape, Tracker
+from ..settings import MASS_DECAY
 from ..trace import Trace
 
-MASS_DECAY: Final = 0.98  # the native library's own default
 FEATURES: Final = ("key_norm", "value_norm", "key_novelty")
 
 

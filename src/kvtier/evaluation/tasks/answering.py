@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from ...measuring.engine import Engine
 from ...measuring.errors import MeasuringError
 from ..divergence import log_softmax
 from ..readings import counts_between
-
-_PREFILL_STEP: Final = 512
 
 
 def answer(engine: Engine, prompt: dict[str, Any], progress: Callable[[int, int], None]) -> dict[str, Any]:
@@ -58,9 +56,9 @@ class _Answer:
     def read_context(self, progress: Callable[[int, int], None]) -> dict[str, Any]:
         """Process the context; what the engine had counted after it."""
         self.engine.clear()
-        for at in range(0, len(self.context), _PREFILL_STEP):
+        for at in range(0, len(self.context), self.engine.n_batch):
             progress(at, len(self.context))
-            self.engine.prefill(self.context[at : at + _PREFILL_STEP])
+            self.engine.prefill(self.context[at : at + self.engine.n_batch])
         self._bytes_per_step = self.engine.cell_bytes()
         return self.engine.counts()
 

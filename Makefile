@@ -11,11 +11,12 @@ TEXTS  ?= python
 
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
+C_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.c' 2>/dev/null)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake csrc src -type f -not -name '*.pyc' 2>/dev/null)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-c test-python conformance sanitize bench scorer lint clean distclean
+.PHONY: help setup demo test test-c test-python conformance sanitize bench scorer lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,9 +49,15 @@ bench: setup ## Print the table of decode and prefill rates beside stock llama.c
 scorer: setup ## Train the scorer's weights anew on TEXTS (files, or 'python'), judged by HELD_OUT
 	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) --traces build/traces -o src/kvtier/scorer/weights.npz
 
-lint: $(VENV)/.lint-stamp setup ## Check style and types of the Python code
+lint: $(VENV)/.lint-stamp setup ## Check style, formatting and types
 	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check --quiet src tests scripts
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/mypy
+
+format: $(VENV)/.lint-stamp ## Format the code as 'make lint' wants it
+	$(BIN)/ruff format --quiet src tests scripts
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 clean: ## Remove what was built (.venv and the llama.cpp source stay)
 	rm -rf build dist
@@ -80,7 +87,7 @@ $(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp $(SOURCES)
 	touch $@
 
 $(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
-	$(PIP) install --quiet 'ruff>=0.6,<=0.17.6' 'mypy>=1.11,<=2.4.1' types-cffi types-psutil
+	$(PIP) install --quiet 'ruff==0.17.6' 'clang-format==23.1.5' 'mypy>=1.11,<=2.4.1' types-cffi types-psutil
 	touch $@
 
 build/CMakeCache.txt: third_party/llama.cpp/.kvtier-stamp

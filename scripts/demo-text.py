@@ -13,7 +13,18 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 # in reading order; about 7,000 tokens in the end
-CHAPTERS = ("objects", "exceptions", "context-managers", "execmodel", "booleans", "assignment", "function", "class", "try", "with")
+CHAPTERS = (
+    "objects",
+    "exceptions",
+    "context-managers",
+    "execmodel",
+    "booleans",
+    "assignment",
+    "function",
+    "class",
+    "try",
+    "with",
+)
 N_CHARACTERS = 31_000
 NUMBER = "7318052"
 SECRET = f"The secret number of this manual is {NUMBER}."

@@ -137,7 +137,9 @@ def fetch(from_file: Path | None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Puts the pinned llama.cpp source into third_party/llama.cpp.")
     parser.add_argument("--from", dest="from_file", metavar="FILE", type=Path, help="use this source package")
-    parser.add_argument("--print-sdist", action="store_true", help="print where the checked package is kept, and do nothing")
+    parser.add_argument(
+        "--print-sdist", action="store_true", help="print where the checked package is kept, and do nothing"
+    )
     options = parser.parse_args()
     if options.print_sdist:
         print(SDIST)

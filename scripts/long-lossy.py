@@ -1,6 +1,6 @@
 """A long generation at a fixed lossy budget: resident memory and decode rate must stay flat.
 
-    python scripts/long-lossy.py --tokens 20000 --host 24MiB
+python scripts/long-lossy.py --tokens 20000 --host 24MiB
 """
 
 from __future__ import annotations

@@ -270,7 +270,9 @@ def ways() -> Iterator[tuple[str, str, str]]:
 class Layer:
     """One layer at one step: the exact answer, and others' distance from it."""
 
-    def __init__(self, q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], forms: dict[str, Array], scale: float) -> None:
+    def __init__(
+        self, q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], forms: dict[str, Array], scale: float
+    ) -> None:
         heads = k.shape[0]
         self.q, self.v, self.visible, self.scale = q.reshape(heads, -1, k.shape[2]), v, visible, scale
         self.forms = forms
@@ -292,7 +294,9 @@ class Layer:
         key_bytes = F16 * share if keys == "oracle" else KEYS[base][1]
         kept = np.where(read, p, 0)
         left = np.where(read, 0, p)
-        if keys.endswith("+ f16"):  # weights of what was read become exact, relative to one another and to the rest's estimate
+        if keys.endswith(
+            "+ f16"
+        ):  # weights of what was read become exact, relative to one another and to the rest's estimate
             exact = np.where(read, self.p, 0)
             kept = exact * (kept.sum(-1, keepdims=True) / exact.sum(-1, keepdims=True))
             key_bytes += F16 * share
@@ -396,7 +400,9 @@ def study_pages(taken: Capture) -> list[tuple[str, float, float]]:
             other_k[:, light], k_bytes = of_keys(k[:, light])
             other_v[:, light], v_bytes = of_values(v[:, light])
             for step in steps:
-                found[name].append((k_bytes + v_bytes, step.error(np.einsum("hgn,hnd->hgd", step.weights(other_k), other_v))))
+                found[name].append(
+                    (k_bytes + v_bytes, step.error(np.einsum("hgn,hnd->hgd", step.weights(other_k), other_v)))
+                )
         for step in steps:
             kept = np.where(light, 0, step.p)
             found["dropped"].append((0.0, step.error(np.einsum("hgn,hnd->hgd", kept / kept.sum(-1, keepdims=True), v))))

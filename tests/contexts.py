@@ -39,7 +39,9 @@ class Context:
         n = llama_cpp.llama_tokenize(vocab, data, len(data), out, len(data), True, True)
         return list(out[: min(n, n_max)])
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float32]:
         """Logits [len(tokens), n_vocab] of one batch."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, max(len(s) for s in sequences))
         try:
@@ -54,7 +56,10 @@ class Context:
             assert llama_cpp.llama_decode(self.ctx, batch) == 0, self.domain and self.domain.last_error()
         finally:
             llama_cpp.llama_batch_free(batch)
-        rows = [np.array(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.ctx, i), (self.n_vocab,))) for i in range(len(tokens))]
+        rows = [
+            np.array(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)))
+            for i in range(len(tokens))
+        ]
         return np.stack(rows)
 
     def feed(self, tokens: Sequence[int], seq: int = 0, first: int = 0) -> npt.NDArray[np.float32]:
@@ -63,8 +68,18 @@ class Context:
 
 
 @contextmanager
-def open_context(path: Path, *, ours: bool, settings: str = "", n_ctx: int = 1024, n_seq_max: int = 1, kv_unified: bool = False,
-                 type_k: str = "f16", flash_attn: bool = True, n_threads: int = 2) -> Iterator[Context]:
+def open_context(
+    path: Path,
+    *,
+    ours: bool,
+    settings: str = "",
+    n_ctx: int = 1024,
+    n_seq_max: int = 1,
+    kv_unified: bool = False,
+    type_k: str = "f16",
+    flash_attn: bool = True,
+    n_threads: int = 2,
+) -> Iterator[Context]:
     """A context on the stock cache, or on our device with `settings` (the text of kvtier.h)."""
     loaded = runtime.load()
     runtime.log.muted = True

@@ -26,8 +26,13 @@ PROSE = (
     "It was late in the evening when the two of them came back from the harbour, tired and wet. The rain had not stopped since noon; "
     "the streets were empty, and only the inn by the church still had a light in its window. They went in without a word. "
 ) * 20
-CHAT = "".join(f"<|im_start|>user\nWhat is the capital of country {i}?<|im_end|>\n<|im_start|>assistant\nI do not know.<|im_end|>\n" for i in range(20))
-NEUTRAL = Signals(memory_use=0.9, n_tokens=4000, decode_per_s=30, code_share=0.03, turns_per_1000=0, locality=0.5, entropy=0.6)
+CHAT = "".join(
+    f"<|im_start|>user\nWhat is the capital of country {i}?<|im_end|>\n<|im_start|>assistant\nI do not know.<|im_end|>\n"
+    for i in range(20)
+)
+NEUTRAL = Signals(
+    memory_use=0.9, n_tokens=4000, decode_per_s=30, code_share=0.03, turns_per_1000=0, locality=0.5, entropy=0.6
+)
 
 
 def test_code_looks_like_code_and_prose_does_not() -> None:
@@ -127,7 +132,9 @@ def test_the_guard_trips_and_lets_go_with_hysteresis() -> None:
     assert not guard.update(0.1, 0.8)  # one bad look is no bad window
 
 
-@pytest.mark.parametrize(("hit_rate", "recall", "trips"), [(0.051, 1.0, True), (0.0, 0.849, True), (0.049, 0.851, False)])
+@pytest.mark.parametrize(
+    ("hit_rate", "recall", "trips"), [(0.051, 1.0, True), (0.0, 0.849, True), (0.049, 0.851, False)]
+)
 def test_the_guards_limits(hit_rate: float, recall: float, trips: bool) -> None:
     guard = Guard()
     for _ in range(WINDOW):

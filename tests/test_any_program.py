@@ -25,7 +25,9 @@ assert "kvtier" not in sys.modules
 
 def run(model: Path, config: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "GGML_BACKEND_PATH": str(_native.library_path()), "KVTIER_CONFIG": config}
-    return subprocess.run([sys.executable, "-c", PROGRAM, str(model)], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model)], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_program_that_does_not_know_us(smollm2_path: Path, tmp_path: Path) -> None:

@@ -205,7 +205,12 @@ def test_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "latin").write_bytes(b"caf\xe9 ")
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbftext")
-    refused = {"empty": "empty.*\n.*some text", "none": "cannot be read: No such file.*\n.*path", ".": "Is a directory", "latin": "0xe9 at offset 3.*\n.*iconv"}
+    refused = {
+        "empty": "empty.*\n.*some text",
+        "none": "cannot be read: No such file.*\n.*path",
+        ".": "Is a directory",
+        "latin": "0xe9 at offset 3.*\n.*iconv",
+    }
     for name, words in refused.items():
         with pytest.raises(UsageError, match=words):
             read_text(tmp_path / name)

@@ -29,13 +29,18 @@ with Llama(model, n_ctx=4096, n_batch=256, n_ubatch=256, verbose=False, **settin
 """
 
 N_WORKERS = 2
-PAGE_BYTES = 32 * 3 * 64 * 2 * 2   # 32 tokens of 3 KV heads, 64 channels each of K and V, F16
-OTHER_BYTES = 12 << 20             # what else grows in a process over 3,000 tokens: scratch, the disk file's table, Python
+PAGE_BYTES = 32 * 3 * 64 * 2 * 2  # 32 tokens of 3 KV heads, 64 channels each of K and V, F16
+OTHER_BYTES = 12 << 20  # what else grows in a process over 3,000 tokens: scratch, the disk file's table, Python
 
 
 def measure(path: Path, directory: Path, budget: int) -> tuple[int, int, int, int]:
-    out = subprocess.run([sys.executable, "-c", MEASURE, str(path), str(directory), str(budget)],
-                         check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path), str(directory), str(budget)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    ).stdout
     growth, peak, base, used = map(int, out.split())
     return growth, peak, base, used
 
@@ -48,5 +53,5 @@ def test_budget_holds_in_the_store_and_in_the_process(smollm2_path: Path, tmp_pa
     assert growth <= budget - base + N_WORKERS * PAGE_BYTES + OTHER_BYTES
 
     unlimited_growth, unlimited_peak, base, used = measure(smollm2_path, tmp_path, 0)
-    assert unlimited_peak >= used > 4 * budget           # the cache is much larger than the budget was
+    assert unlimited_peak >= used > 4 * budget  # the cache is much larger than the budget was
     assert unlimited_growth >= used - base - OTHER_BYTES  # and the process's size would have shown it

@@ -38,7 +38,9 @@ def types(monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> Types:
     """The types for settings, with a model of the shape that is given."""
     header = read_model(smollm2_path)[0]
 
-    def types(model: ModelShape | None, asked: tuple[str | None, str | None] = (None, None), **settings: Any) -> tuple[str, str]:
+    def types(
+        model: ModelShape | None, asked: tuple[str | None, str | None] = (None, None), **settings: Any
+    ) -> tuple[str, str]:
         if model is not None:
             monkeypatch.setattr(cachetypes, "shape_of", lambda _header: model)
         return cache_types(KVSettings(**settings).with_cache_types(*asked), header, *asked)
@@ -89,7 +91,9 @@ def test_rows_follow_the_model(smollm2_path: Path, tmp_path: Path) -> None:
     assert Opening.from_dict(opening.to_dict()) == opening
     asked = parse_spec("kvtier:cache-k=f16,fidelity=bounded:0.05")
     assert (asked.for_model(smollm2_path, 512).type_k, asked.for_model(smollm2_path, 512).type_v) == ("f16", "q8_0")
-    assert replace(row, type_k="f16", type_v="f16").for_model(tmp_path / "none.gguf", 512).type_k == "f16"  # nothing to look up
+    assert (
+        replace(row, type_k="f16", type_v="f16").for_model(tmp_path / "none.gguf", 512).type_k == "f16"
+    )  # nothing to look up
     with pytest.raises(GgufError):
         row.for_model(tmp_path / "none.gguf", 512)
 
@@ -115,7 +119,9 @@ def test_a_run_tells_llama_cpp_so(smollm2_path: Path) -> None:
     assert np.abs(chosen - logits(smollm2_path, type_k="f16", type_v="f16", **quantized)).max() > 0.05
     lossy = KVSettings(fidelity="lossy", host="1GiB")
     named = replace(lossy, host_type_k="f16", host_type_v="f16")
-    np.testing.assert_array_equal(logits(smollm2_path, kv_settings=lossy), logits(smollm2_path, kv_settings=named, type_k="q8_0", type_v="q8_0"))
+    np.testing.assert_array_equal(
+        logits(smollm2_path, kv_settings=lossy), logits(smollm2_path, kv_settings=named, type_k="q8_0", type_v="q8_0")
+    )
 
 
 def test_the_shape_of_a_real_model(types: Types) -> None:

@@ -29,7 +29,9 @@ def program() -> Path:
 
 
 @pytest.mark.parametrize("name", ["smollm2_path", "gemma3_path"])
-def test_no_step_of_a_model_leaves_out_more_than_it_says(name: str, program: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_no_step_of_a_model_leaves_out_more_than_it_says(
+    name: str, program: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     study = scripts_loader.load("recall-study")
     taken = study.capture(request.getfixturevalue(name), source_text(), N_PREFIX, N_STEPS, all_keys=True)
     n_layers = len(taken.queries)

@@ -31,9 +31,13 @@ SOUND: dict[str, Mapping[str, Any]] = {
 ZEN = frozenset(["avx2", "fma", "f16c", "avx512f", "avx512cd", "avx512bw", "avx512vl", "avx512dq"])
 
 
-def probe(*, without: tuple[str, ...] = (), exit_code: int | None = 0, tail: str = "", **steps: Mapping[str, Any]) -> ProbeResult:
+def probe(
+    *, without: tuple[str, ...] = (), exit_code: int | None = 0, tail: str = "", **steps: Mapping[str, Any]
+) -> ProbeResult:
     """What a child would have said."""
-    return ProbeResult({name: step for name, step in {**SOUND, **steps}.items() if name not in without}, exit_code, tail)
+    return ProbeResult(
+        {name: step for name, step in {**SOUND, **steps}.items() if name not in without}, exit_code, tail
+    )
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -46,17 +50,28 @@ def test_a_sound_installation_has_nothing_to_do() -> None:
     assert all(finding.text and not finding.hint for finding in findings)
 
 
-@pytest.mark.parametrize(("result", "name", "text"), [
-    (ProbeResult({"missing": {"message": "No module named 'llama_cpp'"}}, 1, ""), "llama-cpp-python", "No module named"),
-    (ProbeResult({}, -4, ""), "llama-cpp-python", "crashed (SIGILL)"),
-    (probe(without=("cpu", "plugin", "devices"), exit_code=-11), "ggml", "crashed (SIGSEGV)"),
-    (probe(without=("plugin", "devices"), exit_code=-6), "libkvtier", "crashed (SIGABRT)"),
-    (probe(without=("plugin", "devices"), exit_code=None), "libkvtier", "did not finish"),
-    (probe(without=("plugin", "devices"), exit_code=1, tail="OSError: bad ELF"), "libkvtier", "bad ELF"),
-    (probe(without=("plugin", "devices"), missing={"message": "No module named 'cffi'"}), "libkvtier", "cffi"),
-    (probe(without=("plugin", "devices"), refused={"message": "ggml 0.99 is not known", "hint": "Update."}), "libkvtier", "0.99"),
-    (probe(devices={"devices": [{"name": "CPU"}]}), "Devices", "KVT0 is not among CPU"),
-])
+@pytest.mark.parametrize(
+    ("result", "name", "text"),
+    [
+        (
+            ProbeResult({"missing": {"message": "No module named 'llama_cpp'"}}, 1, ""),
+            "llama-cpp-python",
+            "No module named",
+        ),
+        (ProbeResult({}, -4, ""), "llama-cpp-python", "crashed (SIGILL)"),
+        (probe(without=("cpu", "plugin", "devices"), exit_code=-11), "ggml", "crashed (SIGSEGV)"),
+        (probe(without=("plugin", "devices"), exit_code=-6), "libkvtier", "crashed (SIGABRT)"),
+        (probe(without=("plugin", "devices"), exit_code=None), "libkvtier", "did not finish"),
+        (probe(without=("plugin", "devices"), exit_code=1, tail="OSError: bad ELF"), "libkvtier", "bad ELF"),
+        (probe(without=("plugin", "devices"), missing={"message": "No module named 'cffi'"}), "libkvtier", "cffi"),
+        (
+            probe(without=("plugin", "devices"), refused={"message": "ggml 0.99 is not known", "hint": "Update."}),
+            "libkvtier",
+            "0.99",
+        ),
+        (probe(devices={"devices": [{"name": "CPU"}]}), "Devices", "KVT0 is not among CPU"),
+    ],
+)
 def test_what_is_broken_is_named_with_a_way_out(result: ProbeResult, name: str, text: str) -> None:
     findings = diagnosis._libraries(result)
     assert worst(findings) == "fail"
@@ -64,15 +79,30 @@ def test_what_is_broken_is_named_with_a_way_out(result: ProbeResult, name: str, 
 
 
 def test_instruction_sets_left_unused() -> None:
-    slow = probe(cpu={"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "0"}}, plugin={**SOUND["plugin"], "isa": "scalar"})
+    slow = probe(
+        cpu={"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "0"}},
+        plugin={**SOUND["plugin"], "isa": "scalar"},
+    )
     findings = by_name(diagnosis._instructions(slow, ZEN))
-    assert findings["llama.cpp's CPU code"].status == "warn" and "-DGGML_AVX512=ON" in findings["llama.cpp's CPU code"].hint
+    assert (
+        findings["llama.cpp's CPU code"].status == "warn"
+        and "-DGGML_AVX512=ON" in findings["llama.cpp's CPU code"].hint
+    )
     assert findings["Attention kernels"].status == "warn" and "avx512" in findings["Attention kernels"].hint
     assert worst(diagnosis._instructions(slow, frozenset())) == "ok", "what the processor lacks is not missed"
 
 
-@pytest.mark.parametrize(("state", "built", "status"), [("absent", True, "ok"), ("works", True, "ok"), ("denied", True, "ok"), ("faults", True, "fail"),
-                                                        ("unknown", True, "fail"), ("faults", False, "ok")])
+@pytest.mark.parametrize(
+    ("state", "built", "status"),
+    [
+        ("absent", True, "ok"),
+        ("works", True, "ok"),
+        ("denied", True, "ok"),
+        ("faults", True, "fail"),
+        ("unknown", True, "fail"),
+        ("faults", False, "ok"),
+    ],
+)
 def test_the_amx_trap(state: hardware.AmxState, built: bool, status: str) -> None:
     found = diagnosis._amx(state, probe(cpu={"features": {"AMX_INT8": "1" if built else "0"}}), ZEN)
     assert found.status == status
@@ -98,9 +128,12 @@ def test_a_directory_that_cannot_be_written() -> None:
     assert found.status in ("fail", "warn") and found.hint
 
 
-@pytest.mark.parametrize(("code", "ended"), [("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -11), ("import sys; sys.exit('broken')", 1)])
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -11), ("import sys; sys.exit('broken')", 1)],
+)
 def test_the_child_may_die(code: str, ended: int) -> None:
-    said = "print('{\"step\": \"llama_cpp\", \"version\": \"1\", \"ggml\": \"2\"}', flush=True); print('noise'); "
+    said = 'print(\'{"step": "llama_cpp", "version": "1", "ggml": "2"}\', flush=True); print(\'noise\'); '
     result = run_probe((sys.executable, "-c", said + code))
     assert result.exit_code == ended and set(result.steps) == {"llama_cpp"}
     findings = diagnosis._libraries(result)
@@ -125,7 +158,11 @@ def test_the_real_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     out = json.loads(shown.stdout)
     found = {finding["name"]: finding for finding in out["findings"]}
     assert shown.exit_code == 0 and out["status"] in ("ok", "warn"), out
-    assert "KVT0" in found["Devices"]["text"] and found["libkvtier"]["status"] == "ok" and "ggml" in found["llama-cpp-python"]["text"]
+    assert (
+        "KVT0" in found["Devices"]["text"]
+        and found["libkvtier"]["status"] == "ok"
+        and "ggml" in found["llama-cpp-python"]["text"]
+    )
     text = CliRunner().invoke(main, ["doctor", "--kv-dir", str(tmp_path)])
     assert text.exit_code == 0
     table = text.stdout.split("\nWhat to do:")[0]
@@ -133,7 +170,9 @@ def test_the_real_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("env", "has_colour"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colours_are_for_terminals_that_want_them(env: dict[str, str], has_colour: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_colours_are_for_terminals_that_want_them(
+    env: dict[str, str], has_colour: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in {"TERM": "xterm-256color", **env}.items():
         monkeypatch.setenv(name, value)
     ours, theirs = os.openpty()
@@ -156,7 +195,11 @@ def test_colours_are_for_terminals_that_want_them(env: dict[str, str], has_colou
 def test_a_missing_and_a_foreign_library(tmp_path: Path) -> None:
     env = {"KVTIER_LIBRARY": str(tmp_path / "missing.so")}
     shown = CliRunner().invoke(main, ["doctor"], env=env)
-    assert shown.exit_code == 11 and "missing.so" in shown.stdout.replace("\n" + " " * 28, " ") and "What to do:" in shown.stdout
+    assert (
+        shown.exit_code == 11
+        and "missing.so" in shown.stdout.replace("\n" + " " * 28, " ")
+        and "What to do:" in shown.stdout
+    )
     foreign = tmp_path / "libkvtier.so"
     foreign.write_bytes(b"\x7fELF this is no library")
     shown = CliRunner().invoke(main, ["doctor", "--json"], env={"KVTIER_LIBRARY": str(foreign)})

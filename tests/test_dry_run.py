@@ -34,6 +34,10 @@ llama_cpp.llama_model_free(model)
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q5_1", "iq4_nl"])
 def test_a_dry_context_of_any_cache_type(smollm2_path: Path, cache_type: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DRY_RUN, str(smollm2_path), cache_type], capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent
+        [sys.executable, "-c", DRY_RUN, str(smollm2_path), cache_type],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent.parent,
     )
     assert done.returncode == 0, done.stderr[-2000:]

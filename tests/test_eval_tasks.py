@@ -68,7 +68,9 @@ def test_one_needle_at_its_depth_in_the_text_as_it_is(seed: str, index: int, siz
     rest = (before + after).splitlines()
     assert len(rest) == size
     starts = [i for i, line in enumerate(LINES) if line == rest[0]]
-    assert any([LINES[(i + k) % len(LINES)] for k in range(size)] == rest for i in starts)  # one piece of the text, or its end and beginning
+    assert any(
+        [LINES[(i + k) % len(LINES)] for k in range(size)] == rest for i in starts
+    )  # one piece of the text, or its end and beginning
     assert prompt.depth == DEPTHS[index % 10]
     longest = max(len(line) for line in rest) + 1
     assert abs(len(before) - prompt.depth * len(before + after)) <= longest / 2 + 1
@@ -86,7 +88,10 @@ def test_niah_single_1(seed: str, index: int, size: int) -> None:
     assert re.fullmatch(r"\d{7}", prompt.answers[0])
 
 
-@pytest.mark.parametrize(("write", "value"), [(ruler.niah_multikey_2, r"\d{7}"), (ruler.niah_multikey_3, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")])
+@pytest.mark.parametrize(
+    ("write", "value"),
+    [(ruler.niah_multikey_2, r"\d{7}"), (ruler.niah_multikey_3, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")],
+)
 @given(seed=SEEDS, index=INDICES, size=SIZES)
 def test_many_needles_one_of_which_is_asked_for(write: object, value: str, seed: str, index: int, size: int) -> None:
     assert callable(write)
@@ -105,7 +110,10 @@ def test_many_needles_one_of_which_is_asked_for(write: object, value: str, seed:
 def test_the_chain_of_variables_in_the_order_of_the_text(seed: str, index: int, size: int) -> None:
     prompt = ruler.vt(seed, index, size)
     check(prompt)
-    example, text = prompt.context.split("\n\n", 2)[0], prompt.context[prompt.context.rindex("Variables are assigned") :]
+    example, text = (
+        prompt.context.split("\n\n", 2)[0],
+        prompt.context[prompt.context.rindex("Variables are assigned") :],
+    )
     assert text.count(ruler.NOISE) == size > example.count(ruler.NOISE)
     values: dict[str, str] = {}
     for name, source in re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", text, re.MULTILINE):
@@ -235,7 +243,11 @@ def test_the_text_is_the_models_own_whatever_was_expected(smollm2_path: Path, ro
 
 @pytest.mark.parametrize(
     "spec",
-    ["kvtier:fidelity=lossy,host=5MiB,policy=h2o", "kvtier:fidelity=lossy,host=3MiB,policy=adaptive", "kvtier:fidelity=bounded:0.05"],
+    [
+        "kvtier:fidelity=lossy,host=5MiB,policy=h2o",
+        "kvtier:fidelity=lossy,host=3MiB,policy=adaptive",
+        "kvtier:fidelity=bounded:0.05",
+    ],
 )
 def test_a_prompt_leaves_nothing_to_the_next(smollm2_path: Path, spec: str) -> None:
     """Neither pages that were dropped, nor what a policy has seen."""
@@ -264,7 +276,9 @@ def test_reports() -> None:
     assert "100.0 (+50.0)" in text
     assert "-1.500 (-0.500)" in text  # more was found here with less probability: the two figures are independent
     assert "2.00 KiB" in text
-    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| stock q4_0")] == ["stock q4_0"] * 3
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| stock q4_0")] == [
+        "stock q4_0"
+    ] * 3
     assert "-1.00, 1/2" in text  # exact at 95 %
     plan = TaskPlan(Path("m.gguf"), "", ("needle", "vt"), 4096, 3, 0, 2, True, stock_row("f16"), ())
     data = json.loads(json.dumps(to_json(plan, result)))
@@ -273,13 +287,26 @@ def test_reports() -> None:
     assert data["failures"] == [{"name": "kvtier q4_0", "error": "broke"}]
     header, *lines = to_csv(result).splitlines()
     assert header.startswith("name,task,n_prompts,score,points,")
-    assert [line.split(",")[:3] for line in lines] == [["exact", "needle", "3"], ["exact", "vt", "1"], ["stock q4_0", "needle", "3"], ["stock q4_0", "vt", "1"]]
+    assert [line.split(",")[:3] for line in lines] == [
+        ["exact", "needle", "3"],
+        ["exact", "vt", "1"],
+        ["stock q4_0", "needle", "3"],
+        ["stock q4_0", "vt", "1"],
+    ]
     assert PromptAnswer.from_dict(json.loads(json.dumps(exact[0].answers[0].to_dict()))) == exact[0].answers[0]
 
 
 def test_stock_f16_and_the_exact_step_answer_alike(smollm2_path: Path, tmp_path: Path) -> None:
     sizes = ["--tasks", "needle,vt", "--length", "640", "--samples", "1", "--row", "stock f16", "--row", "stock q4_0"]
-    arguments = [str(smollm2_path), *sizes, "--rows", str(tmp_path / "rows.jsonl"), "--csv", str(tmp_path / "rows.csv"), "--json"]
+    arguments = [
+        str(smollm2_path),
+        *sizes,
+        "--rows",
+        str(tmp_path / "rows.jsonl"),
+        "--csv",
+        str(tmp_path / "rows.csv"),
+        "--json",
+    ]
     out = CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert out.exit_code == 0, out.output
     data = json.loads(out.stdout)
@@ -306,7 +333,9 @@ def _pairs(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[dict[st
 
 def test_an_interrupted_run_goes_on_prompt_by_prompt(smollm2_path: Path, tmp_path: Path) -> None:
     rows = (stock_row("f16"), Configuration("broken", "kvtier", settings="host=1KiB"))
-    plan = TaskPlan(smollm2_path, library_text(), ("niah_single_1", "fwe"), 320, 2, 0, 2, False, find_rows([EXACT])[0], rows)
+    plan = TaskPlan(
+        smollm2_path, library_text(), ("niah_single_1", "fwe"), 320, 2, 0, 2, False, find_rows([EXACT])[0], rows
+    )
     file = RowFile(tmp_path / "rows.jsonl")
     measured: list[tuple[str, str]] = []
 

@@ -24,7 +24,16 @@ from kvtier.evaluation.divergence import kl_divergence, log_softmax, mean_interv
 from kvtier.evaluation.exactmass import layer_share
 from kvtier.evaluation.readings import counts_between, readings
 from kvtier.evaluation.report import table, to_csv, to_json
-from kvtier.evaluation.rows import REFERENCE, RowFile, RowResult, default_rows, find_rows, kvtier_row, row_key, stock_row
+from kvtier.evaluation.rows import (
+    REFERENCE,
+    RowFile,
+    RowResult,
+    default_rows,
+    find_rows,
+    kvtier_row,
+    row_key,
+    stock_row,
+)
 from kvtier.evaluation.run import Evaluation, EvaluationPlan, build_of, evaluate, tokenise
 from kvtier.lossy.settings import MemorySettings
 from kvtier.measuring.child import Child
@@ -36,7 +45,9 @@ from kvtier.measuring.text import library_text
 from kvtier.scorer.model import shipped
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
-PAIRS = st.integers(2, 40).flatmap(lambda n: st.tuples(*[arrays(np.float32, n, elements=st.floats(-80, 80, width=32)) for _ in range(2)]))
+PAIRS = st.integers(2, 40).flatmap(
+    lambda n: st.tuples(*[arrays(np.float32, n, elements=st.floats(-80, 80, width=32)) for _ in range(2)])
+)
 
 
 @given(LOGITS, st.floats(-1e4, 1e4))
@@ -62,7 +73,9 @@ def test_kl_is_zero_only_without_a_difference_and_matches_its_definition(pair: t
 
 def test_kl_of_known_distributions() -> None:
     logits = [[math.log(0.5), math.log(0.5)], [math.log(0.9), math.log(0.1)]]
-    assert float(kl_divergence(logits[0], logits[1])) == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1))
+    assert float(kl_divergence(logits[0], logits[1])) == pytest.approx(
+        0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    )
     both = kl_divergence(np.array(logits), np.array(logits[::-1]))  # along the last axis
     assert both.shape == (2,)
     assert both[0] != pytest.approx(both[1])
@@ -99,8 +112,22 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says() -> None:
 
 
 def test_readings_are_differences_per_token() -> None:
-    before = {"k_bytes_read": 100, "v_bytes_read": 50, "disk_read_bytes": 7, "peak_host_bytes": 9, "name": "x", "on": True}
-    after = {"k_bytes_read": 300, "v_bytes_read": 150, "disk_read_bytes": 27, "peak_host_bytes": 11, "name": "y", "on": True}
+    before = {
+        "k_bytes_read": 100,
+        "v_bytes_read": 50,
+        "disk_read_bytes": 7,
+        "peak_host_bytes": 9,
+        "name": "x",
+        "on": True,
+    }
+    after = {
+        "k_bytes_read": 300,
+        "v_bytes_read": 150,
+        "disk_read_bytes": 27,
+        "peak_host_bytes": 11,
+        "name": "y",
+        "on": True,
+    }
     counts = counts_between(before, after)
     assert counts == {"k_bytes_read": 200, "v_bytes_read": 100, "disk_read_bytes": 20, "peak_host_bytes": 11}
     r = readings({**counts, "cell_bytes": 4}, 10, 5.0)
@@ -158,15 +185,35 @@ def test_a_row_belongs_to_everything_it_was_measured_with() -> None:
     assert row_key(parse_spec("stock:q8_0"), context) in keys  # whatever it is called
     varied = [
         f"kvtier:f16,{pair}"
-        for pair in ("host=1MiB", "host=2MiB", "disk=1GiB", "mass-decay=0.5", "cache-v=q8_0", "host-v=q8_0,disk=1G", "policy=lru", "policy=h2o")
+        for pair in (
+            "host=1MiB",
+            "host=2MiB",
+            "disk=1GiB",
+            "mass-decay=0.5",
+            "cache-v=q8_0",
+            "host-v=q8_0,disk=1G",
+            "policy=lru",
+            "policy=h2o",
+        )
     ]
     assert len({row_key(parse_spec(spec), context) for spec in varied} | keys) == len(varied) + len(keys)
 
 
 def test_a_spec_says_everything_that_settings_can() -> None:
-    config = parse_spec(" kvtier:q8_0,host=64MiB,disk=1GiB,dir=/tmp,disk-k=q4_0,page-tokens=64,mass-decay=0.5,protect_last=2 ")
+    config = parse_spec(
+        " kvtier:q8_0,host=64MiB,disk=1GiB,dir=/tmp,disk-k=q4_0,page-tokens=64,mass-decay=0.5,protect_last=2 "
+    )
     assert (config.engine, config.type_k, config.type_v) == ("kvtier", "q8_0", "q8_0")
-    wanted = {"host=67108864", "disk=1073741824", "dir=/tmp", "host-k=q8_0", "disk-k=q4_0", "disk-v=q8_0", "page-tokens=64", "mass-decay=0.5"}
+    wanted = {
+        "host=67108864",
+        "disk=1073741824",
+        "dir=/tmp",
+        "host-k=q8_0",
+        "disk-k=q4_0",
+        "disk-v=q8_0",
+        "page-tokens=64",
+        "mass-decay=0.5",
+    }
     assert wanted | {"protect-last=2"} == set(config.settings.split()) - {"host-v=q8_0"}
     assert parse_spec("kvtier:f32").type_k == "f16"  # nominal; the pages are F32
     assert "host-k=f32" in parse_spec("kvtier:f32").settings
@@ -174,9 +221,14 @@ def test_a_spec_says_everything_that_settings_can() -> None:
     assert replace(parse_spec("stock:f32,flash-attn=off"), name=REFERENCE.name) == REFERENCE
     assert {"host", "disk", "dir", "mass-decay"} <= set(setting_keys())
     bounded = parse_spec("kvtier:fidelity=bounded:0.05,read-budget=1k,policy=h2o")
-    assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=q8_0"} == set(bounded.settings.split()) - {"disk-k=q8_0", "disk-v=q8_0"}
+    assert {"fidelity=bounded:0.05", "read-budget=1024", "host-k=q8_0", "host-v=q8_0"} == set(
+        bounded.settings.split()
+    ) - {"disk-k=q8_0", "disk-v=q8_0"}
     assert bounded.policy == "h2o"
-    assert [parse_spec(f"kvtier:host=1MiB,{rest}").policy for rest in ("fidelity=lossy", "fidelity=lossy,policy=lru", "disk=1GiB")] == ["adaptive", "lru", ""]
+    assert [
+        parse_spec(f"kvtier:host=1MiB,{rest}").policy
+        for rest in ("fidelity=lossy", "fidelity=lossy,policy=lru", "disk=1GiB")
+    ] == ["adaptive", "lru", ""]
     (exact, named) = find_rows(["exact", "kvtier f16", "exact"])
     assert replace(exact, name="") == replace(named, name="")
 
@@ -342,7 +394,9 @@ def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) ->
 
 def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Path) -> None:
     pages = "kvtier:f16,host=6MiB,disk=1GiB"
-    plan = EvaluationPlan(smollm2_path, library_text(), 512, 8, 1, False, *_rows("exact", pages, "stock f16", "kvtier q4_0"))
+    plan = EvaluationPlan(
+        smollm2_path, library_text(), 512, 8, 1, False, *_rows("exact", pages, "stock f16", "kvtier q4_0")
+    )
     result = evaluate(plan, RowFile(tmp_path / "rows.jsonl"), lambda *_: None)
     tiered, stock, q4_0 = result.rows
     assert tiered.divergence.max_kl == 0.0  # pages come back from disk as they left: the very same numbers
@@ -361,9 +415,21 @@ def test_tiers_and_bytes_against_the_exact_step(smollm2_path: Path, tmp_path: Pa
 
 
 def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Path, tmp_path: Path) -> None:
-    bounded, on_disk, lossy = "kvtier:fidelity=bounded:0.1", "kvtier:f16,host=6MiB,disk=1GiB", "kvtier:fidelity=lossy,host=6MiB,policy=lru"
+    bounded, on_disk, lossy = (
+        "kvtier:fidelity=bounded:0.1",
+        "kvtier:f16,host=6MiB,disk=1GiB",
+        "kvtier:fidelity=lossy,host=6MiB,policy=lru",
+    )
     n_prefix, n_tokens = 512, 8
-    plan = EvaluationPlan(smollm2_path, library_text(), n_prefix, n_tokens, 1, False, *_rows("exact", bounded, on_disk, lossy, "stock f16"))
+    plan = EvaluationPlan(
+        smollm2_path,
+        library_text(),
+        n_prefix,
+        n_tokens,
+        1,
+        False,
+        *_rows("exact", bounded, on_disk, lossy, "stock f16"),
+    )
     file = RowFile(tmp_path / "rows.jsonl")
     result = evaluate(plan, file, lambda *_: None)
     sparse, tiered, dropped, stock = (row.readings for row in result.rows)
@@ -382,9 +448,13 @@ def test_what_bounded_fidelity_leaves_out_and_what_lies_on_disk(smollm2_path: Pa
     assert dropped.recall == pytest.approx(1 - dropped.hit_rate)  # what left is gone
     assert result.rows[2].divergence.mean_kl > result.rows[0].divergence.mean_kl
     tokens, _ = tokenise(plan)
-    assert tiered.hit_rate == pytest.approx(_mass_on_disk(smollm2_path, tokens, n_prefix, n_tokens, plan.n_ctx), rel=0.01)
+    assert tiered.hit_rate == pytest.approx(
+        _mass_on_disk(smollm2_path, tokens, n_prefix, n_tokens, plan.n_ctx), rel=0.01
+    )
     assert list(tmp_path.iterdir()) == [file.path]
-    assert {"eviction hits", "recall", "mass skipped"} <= {cell.strip() for cell in table(result).splitlines()[0].split("|")}
+    assert {"eviction hits", "recall", "mass skipped"} <= {
+        cell.strip() for cell in table(result).splitlines()[0].split("|")
+    }
 
 
 def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, n_ctx: int) -> float:
@@ -400,7 +470,10 @@ def _mass_on_disk(model: Path, tokens: list[int], n_prefix: int, n_tokens: int, 
             after = engine.pages()
             assert before is not None
             assert after is not None
-            per_layer = [after.mass[(after.layer == layer) & (before.tier == 3)].sum() / after.mass[after.layer == layer].sum() for layer in range(30)]
+            per_layer = [
+                after.mass[(after.layer == layer) & (before.tier == 3)].sum() / after.mass[after.layer == layer].sum()
+                for layer in range(30)
+            ]
             shares.append(np.mean(per_layer))
     finally:
         engine.close()
@@ -418,7 +491,9 @@ def test_a_policy_in_a_row_decides_and_can_be_repeated(smollm2_path: Path, tmp_p
         assert row.divergence.max_kl == 0.0  # wherever pages are, every one is read
         assert row.readings.hit_rate is not None
         assert 0 < row.readings.hit_rate < 1
-        assert row.readings.hit_rate == pytest.approx(repeated.readings.hit_rate, rel=0.02)  # writes go on beside the steps
+        assert row.readings.hit_rate == pytest.approx(
+            repeated.readings.hit_rate, rel=0.02
+        )  # writes go on beside the steps
     hits = [row.readings.hit_rate or 0.0 for row in first.rows]
     assert hits[1] < 0.97 * hits[0]  # h2o keeps what attention looks at
 
@@ -443,7 +518,9 @@ def test_weights_as_they_are(smollm2_path: Path, tmp_path: Path) -> None:
     assert as_is.reference.divergence.perplexity == pytest.approx(widened.reference.divergence.perplexity, rel=0.1)
 
 
-def test_the_disk_tier_of_a_row_is_in_the_users_cache_folder(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_tier_of_a_row_is_in_the_users_cache_folder(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "cache"))  # which is not there yet
     with Child(Opening(str(smollm2_path), parse_spec("kvtier:f16,host=64MiB,disk=1GiB"), 256, 1), [1, 2, 3]):
         assert [path.suffix for path in (tmp_path / "cache" / "pages").iterdir()] == [".pages"]
@@ -477,7 +554,9 @@ def test_a_table_that_cannot_be_written(smollm2_path: Path, tmp_path: Path, monk
     early = CliRunner().invoke(main, ["eval", str(smollm2_path), "--csv", str(tmp_path / "none" / "x.csv")])
     assert (early.exit_code, early.stdout) == (14, "")
     assert "Make its folder" in early.stderr
-    monkeypatch.setattr(module, "write_file", lambda path, _: (_ for _ in ()).throw(OutputError(f"the file {path} cannot be written")))
+    monkeypatch.setattr(
+        module, "write_file", lambda path, _: (_ for _ in ()).throw(OutputError(f"the file {path} cannot be written"))
+    )
     late = CliRunner().invoke(main, ["eval", str(smollm2_path), "--csv", str(there)])
     assert late.exit_code == 14
     assert "stock f16" in late.stdout
@@ -485,7 +564,9 @@ def test_a_table_that_cannot_be_written(smollm2_path: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("stop", "exit_code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
-def test_a_stop_says_what_is_kept(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, exit_code: int) -> None:
+def test_a_stop_says_what_is_kept(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, exit_code: int
+) -> None:
     def evaluate(*_: object) -> Evaluation:
         raise stop
 

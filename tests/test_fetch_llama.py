@@ -84,7 +84,9 @@ def test_a_wrong_package_is_refused_and_the_tree_stays(script: ModuleType, tmp_p
 
 
 @pytest.mark.parametrize("files", [{"../evil": b"x", **FILES}, {"src/llama.cpp": b"no headers\n"}])
-def test_a_package_with_wrong_contents_leaves_nothing(script: ModuleType, tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_a_package_with_wrong_contents_leaves_nothing(
+    script: ModuleType, tmp_path: Path, files: dict[str, bytes]
+) -> None:
     odd = package(tmp_path / "odd.tar.gz", script.INSIDE, files)
     script.SHA256 = hashlib.sha256(odd.read_bytes()).hexdigest()
     with pytest.raises(script.FetchError):

@@ -31,7 +31,11 @@ def key(name: str, type_id: int, value: Any) -> bytes:
 
 
 def array(name: str, type_id: int, values: Any) -> bytes:
-    return text(name.encode()) + struct.pack("<IIQ", ARRAY, type_id, len(values)) + b"".join(item(type_id, v) for v in values)
+    return (
+        text(name.encode())
+        + struct.pack("<IIQ", ARRAY, type_id, len(values))
+        + b"".join(item(type_id, v) for v in values)
+    )
 
 
 def tensor(name: str, shape: tuple[int, ...], type_id: int, off: int) -> bytes:
@@ -45,11 +49,22 @@ def gguf(keys: list[bytes], tensors: list[bytes] | None = None, data: int = 0, v
     return head + bytes(-len(head) % 32 + data) if tensors else head
 
 
-KEYS = [key("general.architecture", STRING, "llama"), key("llama.block_count", U32, 2), key("a.flag", BOOL, 1), key("a.half", F32, 0.5),
-        key("a.big", U64, 1 << 60), key("a.minus", I32, -7), array("a.numbers", I32, [3, -1, 4]), array("a.words", STRING, ["x", "", "äö"])]
-LARGE = [array("tokens", STRING, [f"token{i}" for i in range(MAX_KEPT_ITEMS + 1)]), array("scores", F32, [0.0] * (MAX_KEPT_ITEMS + 1))]
+KEYS = [
+    key("general.architecture", STRING, "llama"),
+    key("llama.block_count", U32, 2),
+    key("a.flag", BOOL, 1),
+    key("a.half", F32, 0.5),
+    key("a.big", U64, 1 << 60),
+    key("a.minus", I32, -7),
+    array("a.numbers", I32, [3, -1, 4]),
+    array("a.words", STRING, ["x", "", "äö"]),
+]
+LARGE = [
+    array("tokens", STRING, [f"token{i}" for i in range(MAX_KEPT_ITEMS + 1)]),
+    array("scores", F32, [0.0] * (MAX_KEPT_ITEMS + 1)),
+]
 TENSORS = [tensor("token_embd.weight", (64, 3), 0, 0), tensor("blk.0.w", (64, 5), 2, 768)]
-SMALL = gguf(KEYS, TENSORS, data=768 + 180)   # what is fuzzed: every byte of it matters
+SMALL = gguf(KEYS, TENSORS, data=768 + 180)  # what is fuzzed: every byte of it matters
 WHOLE = gguf(KEYS + LARGE, TENSORS, data=768 + 180)
 
 
@@ -88,7 +103,11 @@ def test_real_models(smollm2_path: Path, gemma3_path: Path) -> None:
     smollm2, gemma3 = read_header(smollm2_path), read_header(gemma3_path)
     assert (smollm2.architecture, len(smollm2.tensors), smollm2.get_int("llama.block_count")) == ("llama", 272, 30)
     assert smollm2.metadata["tokenizer.ggml.tokens"] == ArrayInfo("string", 49_152)
-    assert (gemma3.architecture, len(gemma3.tensors), gemma3.get_int("gemma3.attention.sliding_window")) == ("gemma3", 236, 512)
+    assert (gemma3.architecture, len(gemma3.tensors), gemma3.get_int("gemma3.attention.sliding_window")) == (
+        "gemma3",
+        236,
+        512,
+    )
     for header in (smollm2, gemma3):
         last = header.tensors[-1]
         assert header.data_off_bytes + last.off_bytes + last.n_bytes <= header.file_bytes
@@ -98,7 +117,9 @@ def test_large_arrays_are_not_loaded(gemma3_path: Path) -> None:
     tracemalloc.start()
     try:
         read_header(gemma3_path)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20, "a vocabulary of 262,144 strings must not become Python objects"
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, (
+            "a vocabulary of 262,144 strings must not become Python objects"
+        )
     finally:
         tracemalloc.stop()
 
@@ -113,7 +134,10 @@ def test_tensor_types_are_ggmls_own() -> None:
     libggml.ggml_type_name.restype = ctypes.c_char_p
     for type_id, known in TENSOR_TYPES.items():
         assert libggml.ggml_type_name(type_id).decode() == known.name
-        assert (libggml.ggml_blck_size(type_id), libggml.ggml_type_size(type_id)) == (known.block_items, known.block_bytes)
+        assert (libggml.ggml_blck_size(type_id), libggml.ggml_type_size(type_id)) == (
+            known.block_items,
+            known.block_bytes,
+        )
 
 
 ARCH = key("general.architecture", STRING, "llama")
@@ -129,7 +153,10 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "version 1": (struct.pack("<4sIII", b"GGUF", 1, 0, 0), "version 1"),
     "version 9": (struct.pack("<4sIQQ", b"GGUF", 9, 0, 0), "version 9"),
     "counts missing": (struct.pack("<4sI", b"GGUF", 3), "number of tensors"),
-    "absurd tensors": (struct.pack("<4sIQQ", b"GGUF", 3, 1 << 62, 0) + bytes(99), "claims 4,611,686,018,427,387,904 tensors"),
+    "absurd tensors": (
+        struct.pack("<4sIQQ", b"GGUF", 3, 1 << 62, 0) + bytes(99),
+        "claims 4,611,686,018,427,387,904 tensors",
+    ),
     "absurd keys": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 1 << 40) + bytes(99), "claims 1,099,511,627,776 keys"),
     "empty key": (gguf([key("", U32, 1) + bytes(8)]), "impossible length (0 bytes)"),
     "long key": (gguf([struct.pack("<Q", 1 << 40) + bytes(20)]), "impossible length"),
@@ -145,7 +172,10 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "cut array": (gguf([array("a", STRING, ["x", "yy"])])[:-1], "ends inside the array"),
     "bad alignment": (gguf([key("general.alignment", U32, 33)]), "not a power of two"),
     "alignment is text": (gguf([key("general.alignment", STRING, "32")]), "not a power of two"),
-    "tensor twice": (gguf([ARCH], [tensor("t", (32,), 0, 0), tensor("t", (32,), 0, 128)], 256), "tensor 't' occurs twice"),
+    "tensor twice": (
+        gguf([ARCH], [tensor("t", (32,), 0, 0), tensor("t", (32,), 0, 128)], 256),
+        "tensor 't' occurs twice",
+    ),
     "no dimensions": (gguf([ARCH], [tensor("t", (), 0, 0)], 64), "0 dimensions"),
     "too many dimensions": (gguf([ARCH], [tensor("t", (1, 1, 1, 1, 1), 0, 0)], 64), "5 dimensions"),
     "zero size": (gguf([ARCH], [tensor("t", (32, 0), 0, 0)], 64), "impossible shape"),
@@ -243,7 +273,10 @@ def test_truncation_anywhere(tmp_path: Path, cut: int) -> None:
             read_header(tmp_path / "cut.gguf")
 
 
-@given(flips=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), min_size=1, max_size=8), near_start=st.booleans())
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), min_size=1, max_size=8),
+    near_start=st.booleans(),
+)
 @fuzz
 def test_bytes_flipped_anywhere(tmp_path: Path, flips: list[tuple[int, int]], near_start: bool) -> None:
     data = bytearray(SMALL)
@@ -252,10 +285,13 @@ def test_bytes_flipped_anywhere(tmp_path: Path, flips: list[tuple[int, int]], ne
     survives(tmp_path / "flipped.gguf", bytes(data))
 
 
-@given(at=st.integers(0, 500), number=st.sampled_from([0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1]))
+@given(
+    at=st.integers(0, 500),
+    number=st.sampled_from([0, 1, 255, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1]),
+)
 @fuzz
 def test_extreme_numbers_anywhere(tmp_path: Path, at: int, number: int) -> None:
-    survives(tmp_path / "extreme.gguf", SMALL[:at] + struct.pack("<Q", number) + SMALL[at + 8:])
+    survives(tmp_path / "extreme.gguf", SMALL[:at] + struct.pack("<Q", number) + SMALL[at + 8 :])
 
 
 @given(body=st.binary(max_size=400), counts=st.tuples(st.integers(0, 8), st.integers(0, 8)))
@@ -267,7 +303,7 @@ def test_noise_after_a_sound_start(tmp_path: Path, body: bytes, counts: tuple[in
 def test_many_strings_are_refused_before_they_are_walked(write: Any) -> None:
     n = 1 << 24
     path = write(gguf([text(b"a") + struct.pack("<IIQ", ARRAY, STRING, n)]))
-    with path.open("r+b") as file:   # a sparse file: 8 bytes of length per string, all zero
+    with path.open("r+b") as file:  # a sparse file: 8 bytes of length per string, all zero
         file.truncate(path.stat().st_size + 8 * n)
     with pytest.raises(GgufError, match="a header holds at most"):
         read_header(path)

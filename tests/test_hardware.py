@@ -26,7 +26,7 @@ RET, UD2, HANG = "c3", "0f0b", "ebfe"
 def test_code_runs_in_a_child_and_dies_there() -> None:
     assert hardware.run_code(RET) == 0
     assert hardware.run_code(UD2) == -signal.SIGILL
-    assert hardware.run_code("31c0" "8b00" "c3") == -signal.SIGSEGV   # xor eax, eax; mov eax, [rax]
+    assert hardware.run_code("31c08b00c3") == -signal.SIGSEGV  # xor eax, eax; mov eax, [rax]
 
 
 @X86
@@ -38,7 +38,7 @@ def test_code_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @X86
 def test_the_tile_configuration_reaches_the_code() -> None:
     # cmp byte [rdi], 1; jne -> ud2; cmp byte [rdi+16], 64; jne -> ud2; cmp byte [rdi+50], 16; jne -> ud2; ret
-    assert hardware.run_code("803f01" "750d" "807f1040" "7507" "807f3210" "7501" "c3" "0f0b") == 0
+    assert hardware.run_code("803f01750d807f10407507807f32107501c30f0b") == 0
 
 
 @X86
@@ -60,17 +60,45 @@ def test_amx_code_faults_where_there_is_no_amx() -> None:
     assert hardware.amx_state(frozenset({"amx_tile"})) in ("denied", "faults")
 
 
-FULL = frozenset(["sse4_2", "avx", "avx2", "fma", "f16c", "bmi2", "avx_vnni",
-                  "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"])
+FULL = frozenset(
+    [
+        "sse4_2",
+        "avx",
+        "avx2",
+        "fma",
+        "f16c",
+        "bmi2",
+        "avx_vnni",
+        "avx512f",
+        "avx512cd",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512vbmi",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_tile",
+        "amx_int8",
+    ]
+)
 
 
 def test_safe_switches_are_what_the_processor_has() -> None:
     full = hardware.safe_cmake_args(FULL).split()
     assert full[0] == "-DGGML_NATIVE=OFF"
-    assert {"-DGGML_AVX=ON", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON", "-DGGML_AVX512=ON", "-DGGML_AVX512_VBMI=ON",
-            "-DGGML_AVX512_VNNI=ON", "-DGGML_AVX512_BF16=ON"} <= set(full)
+    assert {
+        "-DGGML_AVX=ON",
+        "-DGGML_AVX2=ON",
+        "-DGGML_FMA=ON",
+        "-DGGML_F16C=ON",
+        "-DGGML_BMI2=ON",
+        "-DGGML_AVX512=ON",
+        "-DGGML_AVX512_VBMI=ON",
+        "-DGGML_AVX512_VNNI=ON",
+        "-DGGML_AVX512_BF16=ON",
+    } <= set(full)
     assert not any("AMX" in switch for switch in full)
-    assert "-DGGML_AVX512=ON" not in hardware.safe_cmake_args(FULL - {"avx512vl"})   # one switch turns on five sets
+    assert "-DGGML_AVX512=ON" not in hardware.safe_cmake_args(FULL - {"avx512vl"})  # one switch turns on five sets
     assert hardware.safe_cmake_args(frozenset()) == "-DGGML_NATIVE=OFF"
 
 
@@ -90,12 +118,20 @@ def test_arguments_only_where_the_default_build_is_unsafe(monkeypatch: pytest.Mo
 
 
 def test_the_script_needs_only_the_standard_library(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == hardware.cmake_args()
     for file in (SCRIPT, Path(hardware.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             assert all(name.split(".")[0] in sys.stdlib_module_names for name in names)
             assert not (isinstance(node, ast.ImportFrom) and node.level)
 
@@ -142,6 +178,8 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         asked = give_back_free_memory()
         print(asked, before - psutil.Process().memory_info().rss)
     """
-    asked, freed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    asked, freed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert (asked == "True") == (platform.libc_ver()[0] == "glibc")
     assert asked == "False" or int(freed) > 30_000_000

@@ -64,7 +64,9 @@ def test_the_walk_sees_imports() -> None:
 
 def test_one_module_per_outside_world() -> None:
     for package, homes in ONLY_HOME.items():
-        users = {module for module, path in MODULES.items() if any(name.split("/")[0] == package for name in _imports(path))}
+        users = {
+            module for module, path in MODULES.items() if any(name.split("/")[0] == package for name in _imports(path))
+        }
         assert users == homes, f"{package} may be imported by {homes} only"
 
 
@@ -110,7 +112,9 @@ def test_nothing_below_knows_the_command_line() -> None:
 
 def test_import_alone_loads_no_engine() -> None:
     code = "import sys, kvtier, kvtier.cli; print([m for m in ('llama_cpp', 'cffi', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_public_names() -> None:

@@ -66,7 +66,9 @@ class Screen:
         return "\n".join(row.rstrip() for row in self.rows)
 
 
-def run_on_terminal(*args: str, size: tuple[int, int] = (80, 24), on_output: Callable[[int, str], None] | None = None) -> tuple[int, Screen, str]:
+def run_on_terminal(
+    *args: str, size: tuple[int, int] = (80, 24), on_output: Callable[[int, str], None] | None = None
+) -> tuple[int, Screen, str]:
     """Exit code, the screen at the end, and all output. `on_output(pid, output so far)` is called whenever something came."""
     raw = b""
     with on_terminal("run", *args, size=size) as (process, fd):
@@ -113,7 +115,9 @@ def test_tiers_in_the_panel(smollm2_path: Path, tmp_path: Path) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("The river is cold and the hills are far away. " * 60)
     tiers = ("--kv-host", "8MiB", "--kv-disk", "1GiB", "--kv-dir", str(tmp_path))
-    code, screen, output = run_on_terminal(str(smollm2_path), "-f", str(text), "-c", "1k", "-n", "12", "--temp", "0", *tiers, "--live")
+    code, screen, output = run_on_terminal(
+        str(smollm2_path), "-f", str(text), "-c", "1k", "-n", "12", "--temp", "0", *tiers, "--live"
+    )
     assert code == 0
     assert re.search(r"RAM +[0-9.]+ MiB of 8\.00 MiB, \d+ pages", output)
     assert re.search(r"disk +[0-9.]+ MiB of 1\.00 GiB, \d+ pages", output)
@@ -131,7 +135,9 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(smollm2_path: Path) -> None:
             sent.append(signal.SIGINT)
             os.kill(pid, signal.SIGINT)
 
-    code, screen, _ = run_on_terminal(str(smollm2_path), *PROMPT, "-n", "400", "--live", on_output=interrupt_once_the_panel_is_there)
+    code, screen, _ = run_on_terminal(
+        str(smollm2_path), *PROMPT, "-n", "400", "--live", on_output=interrupt_once_the_panel_is_there
+    )
     assert sent
     assert code == 130
     assert screen.is_cursor_shown
@@ -166,7 +172,9 @@ def test_text_goes_to_a_pipe_and_the_panel_to_the_terminal(smollm2_path: Path, p
     ours, theirs = open_terminal()
     command = [sys.executable, "-m", "kvtier", "run", str(smollm2_path), *PROMPT, "-n", "40", "--live"]
     with (tmp_path / "out").open("wb") as out:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+        )
     os.close(theirs)
     try:
         shown = b"".join(pieces(ours)).decode()
@@ -219,7 +227,10 @@ def test_a_look_at_tiers_and_layers(smollm2_path: Path, tmp_path: Path) -> None:
         assert list(tiers) == ["host", "disk"]
         assert tiers["host"].used_bytes <= 8 << 20 == tiers["host"].budget_bytes
         assert tiers["disk"].n_pages > 0
-        evicted = [float(mass.page_mean[llm.kv.pages(i).tier == 3].sum() / mass.page_mean.sum()) for i, mass in ((i, llm.kv.layer(i)) for i in range(30))]
+        evicted = [
+            float(mass.page_mean[llm.kv.pages(i).tier == 3].sum() / mass.page_mean.sum())
+            for i, mass in ((i, llm.kv.layer(i)) for i in range(30))
+        ]
         assert seen.evicted_mass == pytest.approx(np.mean(evicted), rel=1e-3)
         assert seen.page_hits is not None
         assert 0 < seen.page_hits < 1

@@ -31,7 +31,13 @@ def llm(smollm2_path: Path) -> Iterator[Llama]:
 
 
 def _tiered(path: Path, folder: Path, **more: Any) -> Llama:
-    return Llama(str(path), n_ctx=N_CTX, n_threads=2, verbose=False, **{"kv_host": SMALL, "kv_disk": "1GiB", "kv_dir": folder, **more})
+    return Llama(
+        str(path),
+        n_ctx=N_CTX,
+        n_threads=2,
+        verbose=False,
+        **{"kv_host": SMALL, "kv_disk": "1GiB", "kv_dir": folder, **more},
+    )
 
 
 def _empty(llm: Llama) -> None:
@@ -91,7 +97,11 @@ def test_layers_are_the_model_s(llm: Llama) -> None:
     assert [layer.layer for layer in layers] == list(range(n_layers))
     for layer in layers:
         assert layer.n_head_kv == int(llm.metadata["llama.attention.head_count_kv"])
-        assert layer.d_k == layer.d_v == int(llm.metadata["llama.embedding_length"]) // int(llm.metadata["llama.attention.head_count"])
+        assert (
+            layer.d_k
+            == layer.d_v
+            == int(llm.metadata["llama.embedding_length"]) // int(llm.metadata["llama.attention.head_count"])
+        )
         assert layer.n_pages * layer.page_tokens >= N_CTX
     pages = llm.kv.pages(0)
     held = pages.tier == TIERS.index("host")
@@ -176,7 +186,9 @@ def test_no_room_and_no_disk(smollm2_path: Path) -> None:
 
 
 def test_fidelity_is_an_argument_like_any(smollm2_path: Path) -> None:
-    with Llama(str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, fidelity="bounded:0.1", kv_read_budget=200) as model:
+    with Llama(
+        str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, fidelity="bounded:0.1", kv_read_budget=200
+    ) as model:
         model.eval(list(range(5, 300)))
         assert (model.kv.settings.fidelity, model.kv.settings.read_budget) == ("bounded:0.1", 200)
         for token in range(3):
@@ -184,14 +196,23 @@ def test_fidelity_is_an_argument_like_any(smollm2_path: Path) -> None:
         assert 0 < model.kv.figures.tokens_read < model.kv.figures.tokens_seen
 
 
-@pytest.mark.parametrize("arguments", [
-    {}, {"kv_disk": "1GiB"}, {"fidelity": "lossy"}, {"fidelity": "bounded"}, {"fidelity": "bounded", "kv_disk": "1GiB", "type_v": "f16"},
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"kv_disk": "1GiB"},
+        {"fidelity": "lossy"},
+        {"fidelity": "bounded"},
+        {"fidelity": "bounded", "kv_disk": "1GiB", "type_v": "f16"},
+    ],
+)
 def test_the_least_budget_in_the_error_is_enough(smollm2_path: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
     folder = {"kv_dir": tmp_path} if "kv_disk" in arguments else {}
 
     def first_step(kv_host: str) -> None:
-        with Llama(str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, kv_host=kv_host, **arguments, **folder) as model:
+        with Llama(
+            str(smollm2_path), n_ctx=512, n_threads=1, verbose=False, kv_host=kv_host, **arguments, **folder
+        ) as model:
             model.eval([1])
 
     with pytest.raises(errors.BudgetError) as found:
@@ -203,19 +224,27 @@ def test_the_least_budget_in_the_error_is_enough(smollm2_path: Path, tmp_path: P
         first_step(f"{int(least[1]) * 9 // 10}KiB")
 
 
-@pytest.mark.parametrize("policy", [5, object(), type("Nameless", (), {"plan": lambda *_: None})(), type("Planless", (), {"name": "x"})()])
+@pytest.mark.parametrize(
+    "policy", [5, object(), type("Nameless", (), {"plan": lambda *_: None})(), type("Planless", (), {"name": "x"})()]
+)
 def test_an_object_that_is_no_policy(smollm2_path: Path, policy: Any) -> None:
     with pytest.raises(errors.SettingsError, match="which is no policy"):
         Llama(str(smollm2_path), policy=policy)
 
 
 def test_less_than_a_page_per_layer(smollm2_path: Path) -> None:
-    with pytest.raises(errors.BudgetError, match="one page per layer"), Llama(str(smollm2_path), n_ctx=N_CTX, verbose=False, kv_host="64KiB") as model:
+    with (
+        pytest.raises(errors.BudgetError, match="one page per layer"),
+        Llama(str(smollm2_path), n_ctx=N_CTX, verbose=False, kv_host="64KiB") as model,
+    ):
         model.eval([1])
 
 
 def test_a_full_disk_tier(smollm2_path: Path, tmp_path: Path) -> None:
-    with _tiered(smollm2_path, tmp_path, kv_disk="2MiB") as model, pytest.raises(errors.DiskFullError, match=r"disk tier .*2097152"):
+    with (
+        _tiered(smollm2_path, tmp_path, kv_disk="2MiB") as model,
+        pytest.raises(errors.DiskFullError, match=r"disk tier .*2097152"),
+    ):
         model.eval(_tokens(model, 900))
     assert list(tmp_path.iterdir()) == []
 
@@ -265,7 +294,11 @@ def test_arguments_that_cannot_be(smollm2_path: Path, tmp_path: Path) -> None:
         Llama(path, type_k=12)
     with pytest.raises(errors.SettingsError, match="'q5_1'"):
         Llama(path, type_v="q5_1")
-    for wrong, meant in (("kv_hosts", "kv_host"), ("kv_fidelity", "fidelity"), ("n_thread", "n_threads")):  # llama_cpp.Llama takes anything
+    for wrong, meant in (
+        ("kv_hosts", "kv_host"),
+        ("kv_fidelity", "fidelity"),
+        ("n_thread", "n_threads"),
+    ):  # llama_cpp.Llama takes anything
         with pytest.raises(errors.SettingsError, match=f"there is no argument {wrong}") as found:
             Llama(path, **{wrong: "exact"})
         assert f"Did you mean {meant}?" in str(found.value)
@@ -402,8 +435,12 @@ def test_stock_models_elsewhere_stay_stock(smollm2_path: Path) -> None:
 
 def test_a_lossy_copy_through_pickle(smollm2_path: Path) -> None:
     memory = MemorySettings(compress=False)
-    with Llama(str(smollm2_path), n_ctx=256, verbose=False, kv_host="64MiB", fidelity="lossy", kv_memory=memory) as model:
-        state = pickle.loads(pickle.dumps({name: value for name, value in model.__getstate__().items() if name != "chat_handler"}))
+    with Llama(
+        str(smollm2_path), n_ctx=256, verbose=False, kv_host="64MiB", fidelity="lossy", kv_memory=memory
+    ) as model:
+        state = pickle.loads(
+            pickle.dumps({name: value for name, value in model.__getstate__().items() if name != "chat_handler"})
+        )
     assert (state["kv_memory"], state["policy"]) == (memory, "adaptive")
 
 

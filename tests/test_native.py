@@ -73,7 +73,14 @@ def test_a_closed_domain_says_so() -> None:
     domain.close()
     domain.close()
     assert not domain.is_open
-    for use in (domain.figures, domain.n_layers, domain.last_error, domain.bind, lambda: domain.layer(0), lambda: domain.pages(0)):
+    for use in (
+        domain.figures,
+        domain.n_layers,
+        domain.last_error,
+        domain.bind,
+        lambda: domain.layer(0),
+        lambda: domain.pages(0),
+    ):
         with pytest.raises(NativeError, match="closed"):
             use()
 

@@ -27,7 +27,11 @@ def compatible() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]*?) \| ([\d.]+) \| yes \|", page, flags=re.M)
     numbers = [(re.findall(r"\d+\.\d+\.\d+", releases), ggml) for releases, ggml in rows]
-    return [(tuple(map(int, r.split("."))), tuple(map(int, ggml.split(".")))) for releases, ggml in numbers for r in releases]
+    return [
+        (tuple(map(int, r.split("."))), tuple(map(int, ggml.split("."))))
+        for releases, ggml in numbers
+        for r in releases
+    ]
 
 
 def test_one_version_everywhere() -> None:

@@ -23,7 +23,9 @@ def test_figures_are_those_of_the_pages(smollm2_path: Path) -> None:
         assert np.count_nonzero(norm) == 4
         few.begin_look()
         key_norm, value_norm, novelty = few.look(layer, tier)
-        assert np.flatnonzero(key_norm).tolist() == list(range(6))  # 200 tokens: six pages of 32 and the one being filled
+        assert np.flatnonzero(key_norm).tolist() == list(
+            range(6)
+        )  # 200 tokens: six pages of 32 and the one being filled
         means = []
         for page in range(6):
             keys, values = kv.read_page(layer, page)
@@ -39,7 +41,9 @@ def test_figures_are_those_of_the_pages(smollm2_path: Path) -> None:
 def test_keys_apart_from_their_pages_are_read_too(smollm2_path: Path) -> None:
     def keys(fidelity: str) -> np.ndarray:
         settings = KVSettings(fidelity=fidelity, host_type_k="q8_0")
-        with Llama(str(smollm2_path), n_ctx=512, n_batch=256, n_ubatch=256, n_threads=1, verbose=False, kv_settings=settings) as llm:
+        with Llama(
+            str(smollm2_path), n_ctx=512, n_batch=256, n_ubatch=256, n_threads=1, verbose=False, kv_settings=settings
+        ) as llm:
             llm.eval(llm.tokenize(source_text().encode())[:200])
             return np.array(llm.kv.read_page(llm.kv.layer(0).figures, 2)[0])
 

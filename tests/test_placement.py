@@ -60,8 +60,13 @@ def no_threads_left() -> Iterator[None]:
     assert not [t.name for t in left if t.is_alive()]
 
 
-@pytest.mark.parametrize(("how", "words"), [("raises", "out of ideas"), ("nonsense", "names page"), ("hangs", "more than"), ("exits", "SystemExit")])
-def test_a_bad_policy_is_reported_once_and_replaced(how: str, words: str, tmp_path: Path, no_threads_left: None) -> None:
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raises", "out of ideas"), ("nonsense", "names page"), ("hangs", "more than"), ("exits", "SystemExit")],
+)
+def test_a_bad_policy_is_reported_once_and_replaced(
+    how: str, words: str, tmp_path: Path, no_threads_left: None
+) -> None:
     engine = TraceEngine(synthetic(tmp_path / "t"), Budgets(50_000, UNLIMITED))
     said: list[str] = []
     policy = Fails(how)
@@ -108,7 +113,9 @@ def test_unknown_policy_is_refused_before_the_model_is_read() -> None:
 
 
 @pytest.mark.parametrize("policy", ["h2o", Fails("raises")], ids=["h2o", "one that fails"])
-def test_tokens_are_the_same_wherever_a_policy_puts_pages(smollm2_path: Path, tmp_path: Path, policy: object, no_threads_left: None) -> None:
+def test_tokens_are_the_same_wherever_a_policy_puts_pages(
+    smollm2_path: Path, tmp_path: Path, policy: object, no_threads_left: None
+) -> None:
     def generate(**options: object) -> tuple[list[int], Llama]:
         llm = Llama(str(smollm2_path), n_ctx=1024, n_batch=256, n_ubatch=256, verbose=False, seed=1, **options)
         llm.eval(llm.tokenize(source_text().encode())[:700])
@@ -161,7 +168,15 @@ class Listens:
 def test_a_policy_hears_and_sees_what_is_there(which: str, request: pytest.FixtureRequest) -> None:
     policy = Listens()
     text = source_text()
-    with Llama(str(request.getfixturevalue(which)), n_ctx=1024, n_batch=256, n_ubatch=256, swa_full=False, verbose=False, policy=policy) as llm:
+    with Llama(
+        str(request.getfixturevalue(which)),
+        n_ctx=1024,
+        n_batch=256,
+        n_ubatch=256,
+        swa_full=False,
+        verbose=False,
+        policy=policy,
+    ) as llm:
         tokens = llm.tokenize(text.encode())[:592]
         llm.eval(tokens[:512])
         for token in tokens[512:]:
@@ -240,7 +255,9 @@ def test_lossy_memory_is_bounded_and_the_policy_says_what_leaves(policy: str, sm
         held = np.flatnonzero(of_layer == HOST)
         assert {0, 17, 18} <= set(held.tolist())  # protected: the first page and the newest two
         if policy == "sink_window":  # the newest pages of a layer, without a gap
-            assert held[1:].tolist() == list(range(int(held[1]), 19)) or held[2:].tolist() == list(range(int(held[2]), 19))
+            assert held[1:].tolist() == list(range(int(held[1]), 19)) or held[2:].tolist() == list(
+                range(int(held[2]), 19)
+            )
     finally:
         engine.close()
 
@@ -289,6 +306,8 @@ def test_only_moves_that_are_wrong_are_told(tmp_path: Path) -> None:
 
 
 def test_lossy_has_a_policy_by_default(smollm2_path: Path) -> None:
-    with Llama(str(smollm2_path), n_ctx=256, verbose=False, kv_settings=KVSettings(host="64MiB", fidelity="lossy")) as llm:
+    with Llama(
+        str(smollm2_path), n_ctx=256, verbose=False, kv_settings=KVSettings(host="64MiB", fidelity="lossy")
+    ) as llm:
         assert llm.placement is not None
         assert llm.placement.policy.name == "adaptive"

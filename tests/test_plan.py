@@ -61,7 +61,7 @@ class Stock:
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0
-        self._no_devices = (ctypes.c_void_p * 1)(None)   # not ours either, which another test may have loaded
+        self._no_devices = (ctypes.c_void_p * 1)(None)  # not ours either, which another test may have loaded
         params.devices = ctypes.cast(self._no_devices, ctypes.c_void_p)
         self.headers = read_model(path)
         with logged() as lines:
@@ -70,7 +70,12 @@ class Stock:
 
     def buffers(self, request: PlanRequest) -> dict[str, float]:
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = request.n_ctx, request.n_batch, request.n_ubatch, request.n_seq_max
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
+            request.n_ctx,
+            request.n_batch,
+            request.n_ubatch,
+            request.n_seq_max,
+        )
         params.type_k, params.type_v, params.flash_attn_type = GGML[request.type_k], GGML[request.type_v], 1
         params.swa_full, params.kv_unified, params.n_threads = request.swa_full, request.kv_unified, 1
         with logged() as lines:
@@ -107,22 +112,36 @@ REQUESTS = {
 def test_planned_is_what_llama_cpp_allocates(stock: Stock, name: str) -> None:
     plan = make_plan(stock.headers, REQUESTS[name], cpu_flags=hardware.cpu_flags())
     found = stock.buffers(REQUESTS[name])
-    assert plan.chosen.cache_bytes == pytest.approx(found["KV"], abs=0.02 * MIB)   # the log has two digits, and a line per cache
+    assert plan.chosen.cache_bytes == pytest.approx(
+        found["KV"], abs=0.02 * MIB
+    )  # the log has two digits, and a line per cache
     assert plan.compute_bytes == pytest.approx(found["compute"], rel=0.05)
     assert plan.output_bytes == pytest.approx(found["output"], abs=0.01 * MIB)
     total = (plan.chosen.cache_bytes or 0) + plan.compute_bytes + plan.output_bytes + plan.weight_bytes
     assert total == pytest.approx(found["KV"] + found["compute"] + found["output"] + stock.model_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "n_ctx", "type_k", "type_v"), [("gemma3-270m", 1024, "f16", "f16"), ("smollm2", 512, "q8_0", "q4_1")])
+@pytest.mark.parametrize(
+    ("name", "n_ctx", "type_k", "type_v"), [("gemma3-270m", 1024, "f16", "f16"), ("smollm2", 512, "q8_0", "q4_1")]
+)
 def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, type_v: str) -> None:
     from kvtier import Llama
     from kvtier.models import resolve
 
     path = resolve(name)
     plan = make_plan(read_model(path), PlanRequest(n_ctx, type_k, type_v, n_batch=128, n_ubatch=128))
-    with Llama(str(path), n_ctx=n_ctx, n_batch=128, n_ubatch=128, swa_full=False, type_k=type_k, type_v=type_v, n_threads=1, n_threads_batch=1,
-               verbose=False) as llm:
+    with Llama(
+        str(path),
+        n_ctx=n_ctx,
+        n_batch=128,
+        n_ubatch=128,
+        swa_full=False,
+        type_k=type_k,
+        type_v=type_v,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
+    ) as llm:
         tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:n_ctx]
         llm.eval(tokens)
         host = llm.kv.figures.tiers["host"]
@@ -135,10 +154,13 @@ def test_planned_buffers_are_those_with_our_device(stock: Stock, whole_windows: 
     from kvtier import Llama, runtime
 
     request = PlanRequest(32768, n_batch=512, swa_full=whole_windows)
-    runtime.load()   # takes the log first
+    runtime.load()  # takes the log first
     with logged() as lines:
         Llama(str(stock.headers[0].path), n_ctx=32768, n_batch=512, n_ubatch=512, swa_full=whole_windows).close()
-    found = {name: float(mib) * MIB for name, mib in re.findall(r"reserve: +(\w+) compute buffer size = *([0-9.]+) MiB", "".join(lines))}
+    found = {
+        name: float(mib) * MIB
+        for name, mib in re.findall(r"reserve: +(\w+) compute buffer size = *([0-9.]+) MiB", "".join(lines))
+    }
     plan = make_plan(stock.headers, request)
     assert plan.attention_bytes == pytest.approx(found["KVT0"], rel=0.05)
     assert plan.compute_bytes == pytest.approx(found["CPU"], rel=0.05)
@@ -155,11 +177,27 @@ def test_gemma3_layers_slide_as_llama_cpp_says(gemma3_path: Path) -> None:
     assert shape.n_swa == 512
 
 
-def model(tmp_path: Path, arch: str, *, n_layer: int = 6, extra: list[bytes] | None = None, heads_kv: Any = 2, **figures: int) -> ModelShape:
+def model(
+    tmp_path: Path, arch: str, *, n_layer: int = 6, extra: list[bytes] | None = None, heads_kv: Any = 2, **figures: int
+) -> ModelShape:
     """The shape of a made-up model: embedding 256 in 4 heads of 64."""
-    values = {"block_count": n_layer, "context_length": 4096, "embedding_length": 256, "feed_forward_length": 512, "attention.head_count": 4, **figures}
-    keys = [key("general.architecture", STRING, arch), *(key(f"{arch}.{name.replace('__', '.')}", U32, value) for name, value in values.items())]
-    keys.append(key(f"{arch}.attention.head_count_kv", U32, heads_kv) if isinstance(heads_kv, int) else array(f"{arch}.attention.head_count_kv", U32, heads_kv))
+    values = {
+        "block_count": n_layer,
+        "context_length": 4096,
+        "embedding_length": 256,
+        "feed_forward_length": 512,
+        "attention.head_count": 4,
+        **figures,
+    }
+    keys = [
+        key("general.architecture", STRING, arch),
+        *(key(f"{arch}.{name.replace('__', '.')}", U32, value) for name, value in values.items()),
+    ]
+    keys.append(
+        key(f"{arch}.attention.head_count_kv", U32, heads_kv)
+        if isinstance(heads_kv, int)
+        else array(f"{arch}.attention.head_count_kv", U32, heads_kv)
+    )
     path = tmp_path / f"{arch}.gguf"
     path.write_bytes(gguf([*keys, *(extra or [])]))
     return shape_of(read_model(path)[0])
@@ -180,8 +218,19 @@ def test_a_window_that_llama_cpp_ignores(tmp_path: Path) -> None:
     assert sliding(model(tmp_path, "phi3", attention__sliding_window=512)) == []
 
 
-@pytest.mark.parametrize(("arch", "full"), [("gemma2", [1, 3, 5, 7]), ("gpt-oss", [1, 3, 5, 7]), ("cohere2", [3, 7]), ("cohere2moe", [0, 4]), ("olmo2", [3, 7]),
-                                            ("gemma3", [5]), ("llama4", [3, 7]), ("smallthinker", [0, 4])])
+@pytest.mark.parametrize(
+    ("arch", "full"),
+    [
+        ("gemma2", [1, 3, 5, 7]),
+        ("gpt-oss", [1, 3, 5, 7]),
+        ("cohere2", [3, 7]),
+        ("cohere2moe", [0, 4]),
+        ("olmo2", [3, 7]),
+        ("gemma3", [5]),
+        ("llama4", [3, 7]),
+        ("smallthinker", [0, 4]),
+    ],
+)
 def test_sliding_patterns(tmp_path: Path, arch: str, full: list[int]) -> None:
     shape = model(tmp_path, arch, n_layer=8, attention__sliding_window=512)
     assert sliding(shape) == [i for i in range(8) if i not in full]
@@ -191,7 +240,12 @@ def test_sliding_patterns(tmp_path: Path, arch: str, full: list[int]) -> None:
 def test_sliding_pattern_of_the_file(tmp_path: Path) -> None:
     pattern = [array("gemma3.attention.sliding_window_pattern", BOOL, [1, 0, 0, 1, 1, 0])]
     assert sliding(model(tmp_path, "gemma3", extra=pattern, attention__sliding_window=512)) == [0, 3, 4]
-    assert sliding(model(tmp_path, "gemma3", attention__sliding_window=512, attention__sliding_window_pattern=3)) == [0, 1, 3, 4]
+    assert sliding(model(tmp_path, "gemma3", attention__sliding_window=512, attention__sliding_window_pattern=3)) == [
+        0,
+        1,
+        3,
+        4,
+    ]
 
 
 def test_heads_per_layer_and_layers_without(tmp_path: Path) -> None:
@@ -200,8 +254,15 @@ def test_heads_per_layer_and_layers_without(tmp_path: Path) -> None:
 
 
 def test_mla_stores_no_values(tmp_path: Path) -> None:
-    shape = model(tmp_path, "deepseek2", heads_kv=1, attention__key_length=576, attention__value_length=512,
-                  attention__key_length_mla=192, attention__value_length_mla=128)
+    shape = model(
+        tmp_path,
+        "deepseek2",
+        heads_kv=1,
+        attention__key_length=576,
+        attention__value_length=512,
+        attention__key_length_mla=192,
+        attention__value_length_mla=128,
+    )
     assert {(layer.n_head_kv, layer.d_k, layer.d_v) for layer in shape.attention} == {(1, 576, 0)}
 
 
@@ -209,7 +270,11 @@ def test_hybrid_and_recurrent_models_keep_states(tmp_path: Path) -> None:
     ssm = {"ssm__conv_kernel": 4, "ssm__inner_size": 512, "ssm__state_size": 16, "ssm__group_count": 2}
     state = 3 * (512 + 2 * 2 * 16) + 16 * 512
     jamba = model(tmp_path, "jamba", heads_kv=[0, 0, 2, 0, 0, 2], **ssm)
-    assert ([layer.index for layer in jamba.attention], jamba.n_state_layers, jamba.state_items) == ([2, 5], 4, 4 * state)
+    assert ([layer.index for layer in jamba.attention], jamba.n_state_layers, jamba.state_items) == (
+        [2, 5],
+        4,
+        4 * state,
+    )
     qwen = model(tmp_path, "qwen3next", n_layer=8, **ssm)
     assert ([layer.index for layer in qwen.attention], qwen.n_state_layers) == ([3, 7], 6)
     falcon = model(tmp_path, "falcon-h1", **ssm)
@@ -225,15 +290,34 @@ def test_hybrid_and_recurrent_models_keep_states(tmp_path: Path) -> None:
 def test_shared_and_draft_layers_have_no_cache(tmp_path: Path) -> None:
     assert len(model(tmp_path, "llama", nextn_predict_layers=1).attention) == 5
     pattern = [array("gemma4.attention.sliding_window_pattern", BOOL, [1, 1, 0, 1, 1, 0])]
-    gemma4 = model(tmp_path, "gemma4", extra=pattern, attention__sliding_window=512, attention__shared_kv_layers=2, attention__key_length=128,
-                   attention__value_length=128, attention__key_length_swa=64, attention__value_length_swa=64)
-    assert [(layer.slides, layer.d_k) for layer in gemma4.attention] == [(True, 64), (True, 64), (False, 128), (True, 64)]
+    gemma4 = model(
+        tmp_path,
+        "gemma4",
+        extra=pattern,
+        attention__sliding_window=512,
+        attention__shared_kv_layers=2,
+        attention__key_length=128,
+        attention__value_length=128,
+        attention__key_length_swa=64,
+        attention__value_length_swa=64,
+    )
+    assert [(layer.slides, layer.d_k) for layer in gemma4.attention] == [
+        (True, 64),
+        (True, 64),
+        (False, 128),
+        (True, 64),
+    ]
 
 
 @pytest.mark.parametrize("broken", [{"block_count": 0}, {"block_count": 100_000}, {"embedding_length": 0}])
 def test_impossible_figures_are_refused(tmp_path: Path, broken: dict[str, int]) -> None:
     with pytest.raises(GgufError, match="not possible"):
-        model(tmp_path, "llama", n_layer=broken.get("block_count", 6), **{k: v for k, v in broken.items() if k != "block_count"})
+        model(
+            tmp_path,
+            "llama",
+            n_layer=broken.get("block_count", 6),
+            **{k: v for k, v in broken.items() if k != "block_count"},
+        )
     with pytest.raises(GgufError, match="-1, which is not possible"):
         model(tmp_path, "gemma2", extra=[key("gemma2.attention.sliding_window", I32, -1)])
     with pytest.raises(GgufError, match="3 values for 6 layers"):
@@ -251,9 +335,16 @@ def test_page_layout_by_hand() -> None:
     assert page_bytes(AttentionLayer(0, 1, 80, 80, False), "q8_0", "q8_0", 32) is None
 
 
-@given(n_head=st.integers(1, 9), d_k=st.integers(1, 300), d_v=st.integers(0, 300), sub=st.integers(1, 4),
-       types=st.tuples(*[st.sampled_from(sorted(CACHE_TYPES))] * 2))
-def test_pages_hold_their_rows_with_little_padding(n_head: int, d_k: int, d_v: int, sub: int, types: tuple[str, str]) -> None:
+@given(
+    n_head=st.integers(1, 9),
+    d_k=st.integers(1, 300),
+    d_v=st.integers(0, 300),
+    sub=st.integers(1, 4),
+    types=st.tuples(*[st.sampled_from(sorted(CACHE_TYPES))] * 2),
+)
+def test_pages_hold_their_rows_with_little_padding(
+    n_head: int, d_k: int, d_v: int, sub: int, types: tuple[str, str]
+) -> None:
     size = page_bytes(AttentionLayer(0, n_head, d_k, d_v, False), *types, 32 * sub)
     (k_items, k_bytes), (v_items, v_bytes) = CACHE_TYPES[types[0]], CACHE_TYPES[types[1]]
     if d_k % k_items or d_v % v_items:
@@ -266,8 +357,12 @@ def test_pages_hold_their_rows_with_little_padding(n_head: int, d_k: int, d_v: i
 
 def test_requests_that_make_no_sense(smollm2_path: Path) -> None:
     headers = read_model(smollm2_path)
-    for request, reason in ((PlanRequest(1024, type_k="q5_1"), "unknown cache type 'q5_1'"), (PlanRequest(1 << 40), "not possible"),
-                            (PlanRequest(1024, page_tokens=48), "pages of 48"), (PlanRequest(1024, n_ubatch=0), "at least 1")):
+    for request, reason in (
+        (PlanRequest(1024, type_k="q5_1"), "unknown cache type 'q5_1'"),
+        (PlanRequest(1 << 40), "not possible"),
+        (PlanRequest(1024, page_tokens=48), "pages of 48"),
+        (PlanRequest(1024, n_ubatch=0), "at least 1"),
+    ):
         with pytest.raises(UsageError, match=reason):
             make_plan(headers, request)
 
@@ -304,12 +399,16 @@ def test_what_fits_where(smollm2_path: Path) -> None:
     plan = make_plan(headers, PlanRequest(32768), tight)
     smaller, bounded, split, lossy = plan.options
     assert (bounded.fidelity, bounded.kv_host, bounded.kv_disk) == ("bounded", None, None)
-    assert (lossy.fidelity, lossy.kv_disk) == ("lossy", None) and lossy.kv_host == split.kv_host and "53 %" in lossy.text
+    assert (
+        (lossy.fidelity, lossy.kv_disk) == ("lossy", None) and lossy.kv_host == split.kv_host and "53 %" in lossy.text
+    )
     assert (smaller.type_k, smaller.kv_disk) == ("q8_0", None)
     assert split.type_k == "f16" and split.kv_host is not None and split.kv_disk is not None
     assert split.kv_host <= kv * 6 // 10
     assert split.kv_host + split.kv_disk >= kv, "both budgets together must hold the cache"
-    assert "--kv-disk" in command_line(["m x.gguf"], plan, split, Path("/a b")) and "'m x.gguf'" in command_line(["m x.gguf"], plan, split)
+    assert "--kv-disk" in command_line(["m x.gguf"], plan, split, Path("/a b")) and "'m x.gguf'" in command_line(
+        ["m x.gguf"], plan, split
+    )
     by_type = {cache.type_k: cache.n_ctx_in_ram or 0 for cache in plan.caches}
     assert by_type["f16"] < 32768 <= by_type["q8_0"] <= by_type["q4_1"] <= by_type["q4_0"]
 
@@ -326,11 +425,21 @@ def test_what_fits_where_little_fits(smollm2_path: Path) -> None:
     assert bounded is not None and bounded.always_bytes < kv * 3 // 10
 
     def options(n_bytes: int) -> dict[str, tuple[int | None, int | None]]:
-        plan = make_plan(headers, PlanRequest(32768), replace(MACHINE, ram_available_bytes=base.fixed_bytes + (512 << 20) + n_bytes))
-        return {f"{way.fidelity} {way.type_k}": (way.kv_host, way.kv_disk) for way in plan.options if way.kv_host is not None}
+        plan = make_plan(
+            headers, PlanRequest(32768), replace(MACHINE, ram_available_bytes=base.fixed_bytes + (512 << 20) + n_bytes)
+        )
+        return {
+            f"{way.fidelity} {way.type_k}": (way.kv_host, way.kv_disk)
+            for way in plan.options
+            if way.kv_host is not None
+        }
 
     host, disk = options(kv * 35 // 100)["bounded q8_0"]
-    assert host is not None and disk is not None and bounded.always_bytes < host < bounded.always_bytes + bounded.page_bytes <= host + disk
+    assert (
+        host is not None
+        and disk is not None
+        and bounded.always_bytes < host < bounded.always_bytes + bounded.page_bytes <= host + disk
+    )
     assert set(options(kv * 35 // 100)) == {"exact f16", "bounded q8_0", "lossy f16"}
     assert set(options(kv * 25 // 100)) == {"exact f16", "lossy f16"}, "the keys alone are more"
     assert set(options(kv * 15 // 100)) == {"exact f16"}, "what lossy does with less than a fifth is not known"
@@ -343,8 +452,17 @@ def test_planned_is_what_a_bounded_cache_holds(name: str, n_ctx: int) -> None:
 
     path = resolve(name)
     plan = make_plan(read_model(path), PlanRequest(n_ctx, n_batch=128, n_ubatch=128))
-    with Llama(str(path), n_ctx=n_ctx, n_batch=128, n_ubatch=128, swa_full=False, n_threads=1, n_threads_batch=1,
-               fidelity="bounded", verbose=False) as llm:
+    with Llama(
+        str(path),
+        n_ctx=n_ctx,
+        n_batch=128,
+        n_ubatch=128,
+        swa_full=False,
+        n_threads=1,
+        n_threads_batch=1,
+        fidelity="bounded",
+        verbose=False,
+    ) as llm:
         tokens = llm.tokenize(b"The sea was calm and the ship went on. " * 300)[:n_ctx]
         llm.eval(tokens)
         figures = llm.kv.figures
@@ -355,9 +473,22 @@ def test_planned_is_what_a_bounded_cache_holds(name: str, n_ctx: int) -> None:
 
 def test_no_bounded_cache_where_head_sizes_forbid_it(tmp_path: Path) -> None:
     assert bounded_bytes(model(tmp_path, "llama"), PlanRequest(512)) is not None
-    assert bounded_bytes(model(tmp_path, "llama", embedding_length=240), PlanRequest(512)) is None   # 60 channels
-    assert bounded_bytes(model(tmp_path, "deepseek2", heads_kv=1, attention__key_length=576, attention__value_length=512,
-                               attention__key_length_mla=192, attention__value_length_mla=128), PlanRequest(512)) is None
+    assert bounded_bytes(model(tmp_path, "llama", embedding_length=240), PlanRequest(512)) is None  # 60 channels
+    assert (
+        bounded_bytes(
+            model(
+                tmp_path,
+                "deepseek2",
+                heads_kv=1,
+                attention__key_length=576,
+                attention__value_length=512,
+                attention__key_length_mla=192,
+                attention__value_length_mla=128,
+            ),
+            PlanRequest(512),
+        )
+        is None
+    )
 
 
 def test_longest_context_is_the_edge(smollm2_path: Path) -> None:
@@ -375,18 +506,30 @@ def test_command_line_program(smollm2_path: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "720.0 MiB" in shown.stdout and "382.5 MiB" in shown.stdout and "kvtier run" in shown.stdout
     assert "8,192" in shown.stdout and "--rope-scaling" in shown.stderr
-    assert all(len(line) <= 80 for line in shown.stdout.splitlines() if "kvtier run" not in line and str(tmp_path) not in line)
+    assert all(
+        len(line) <= 80 for line in shown.stdout.splitlines() if "kvtier run" not in line and str(tmp_path) not in line
+    )
 
     assert run(main, ["plan", "smollm2"]).stdout.startswith("smollm2 (")  # and then the file's own name for itself
 
-    told = run(main, ["plan", str(smollm2_path), "-c", "1.5k", "-ctk", "q8_0", "-ctv", "q8_0", "--json"], env={"KVTIER_UBATCH_SIZE": "64"})
+    told = run(
+        main,
+        ["plan", str(smollm2_path), "-c", "1.5k", "-ctk", "q8_0", "-ctv", "q8_0", "--json"],
+        env={"KVTIER_UBATCH_SIZE": "64"},
+    )
     out = json.loads(told.stdout)
     assert (out["n_ctx"], out["request"]["n_ubatch"], out["chosen"]["type_k"]) == (1536, 64, "q8_0")
     assert out["chosen"]["cache_bytes"] == 1536 * 30 * 2 * 3 * 2 * 34
 
-    for args, text in ((["plan"], "no model is given"), (["plan", "smolm2"], "smollm2"), (["plan", str(smollm2_path), "-c", "24,3"], "comma"),
-                       (["plan", str(smollm2_path), "-c", "-1"], "negative"), (["plan", str(smollm2_path), "-c", ""], "empty"),
-                       (["plan", str(smollm2_path), "-ctk", "q9"], "q9"), (["plan", str(smollm2_path), "--kv-page-tokens", "40"], "pages of 40")):
+    for args, text in (
+        (["plan"], "no model is given"),
+        (["plan", "smolm2"], "smollm2"),
+        (["plan", str(smollm2_path), "-c", "24,3"], "comma"),
+        (["plan", str(smollm2_path), "-c", "-1"], "negative"),
+        (["plan", str(smollm2_path), "-c", ""], "empty"),
+        (["plan", str(smollm2_path), "-ctk", "q9"], "q9"),
+        (["plan", str(smollm2_path), "--kv-page-tokens", "40"], "pages of 40"),
+    ):
         bad = run(main, args)
         assert bad.exit_code == 2 and text in bad.stderr, (args, bad.output)
     (tmp_path / "cut.gguf").write_bytes(smollm2_path.read_bytes()[:1000])
@@ -396,8 +539,14 @@ def test_command_line_program(smollm2_path: Path, tmp_path: Path) -> None:
 
 def test_damaged_figures_raise_only_our_errors(smollm2_path: Path, tmp_path: Path) -> None:
     """Every 32-bit number of the real header, one after the other set to extremes."""
-    names = [b"llama.block_count", b"llama.context_length", b"llama.embedding_length", b"llama.attention.head_count", b"llama.attention.head_count_kv",
-             b"llama.feed_forward_length"]
+    names = [
+        b"llama.block_count",
+        b"llama.context_length",
+        b"llama.embedding_length",
+        b"llama.attention.head_count",
+        b"llama.attention.head_count_kv",
+        b"llama.feed_forward_length",
+    ]
     path = tmp_path / "changed.gguf"
     shutil.copyfile(smollm2_path, path)
     raw = path.read_bytes()[:1500]
@@ -409,7 +558,7 @@ def test_damaged_figures_raise_only_our_errors(smollm2_path: Path, tmp_path: Pat
                 make_plan(read_model(path), PlanRequest(4096), MACHINE)
             except (GgufError, UsageError) as err:
                 assert err.hint
-        patch(path, at, raw[at:at + 4])
+        patch(path, at, raw[at : at + 4])
 
 
 def patch(path: Path, at: int, data: bytes) -> None:

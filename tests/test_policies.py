@@ -44,7 +44,12 @@ def after(stats: PageStats, plan: Plan) -> PageStats:
     tier[plan.indices] = plan.to_tier
     left = tier != GONE
     arrays = {name: getattr(stats, name)[left] for name in ARRAYS}
-    return PageStats(**{**arrays, "tier": tier[left]}, clock=stats.clock + 16, n_tokens=stats.n_tokens + 16, page_tokens=stats.page_tokens)
+    return PageStats(
+        **{**arrays, "tier": tier[left]},
+        clock=stats.clock + 16,
+        n_tokens=stats.n_tokens + 16,
+        page_tokens=stats.page_tokens,
+    )
 
 
 def held(stats: PageStats, tier: int) -> int:
@@ -74,9 +79,13 @@ def test_plans_are_valid_and_budgets_held(name: str, budgets: Budgets) -> None:
     disk=st.integers(0, 200_000),
     zero_mass=st.booleans(),
 )
-def test_any_figures_give_a_valid_plan(name: str, seed: int, n_layers: int, n_pages: int, host: int, disk: int, zero_mass: bool) -> None:
+def test_any_figures_give_a_valid_plan(
+    name: str, seed: int, n_layers: int, n_pages: int, host: int, disk: int, zero_mass: bool
+) -> None:
     budgets = Budgets(host, disk)
-    stats = random_stats(np.random.default_rng(seed), n_layers, n_pages, on_disk=0.3 if disk else 0.0, zero_mass=zero_mass)
+    stats = random_stats(
+        np.random.default_rng(seed), n_layers, n_pages, on_disk=0.3 if disk else 0.0, zero_mass=zero_mass
+    )
     stats = after(stats, place(stats, Budgets(UNLIMITED, disk), np.ones(len(stats), np.float32)))
     plan = check_plan(create(name).plan(stats, budgets), stats, budgets)
     held_after = after(stats, plan)
@@ -142,7 +151,9 @@ def test_place_brings_back_what_is_worth_it_and_no_more() -> None:
     stats = replace(stats, tier=tier)
     keep = np.full(50, 1.0, np.float32)
     keep[12], keep[13], keep[30] = 5.0, 1.1, 0.5
-    full = Budgets(int(stats.bytes[tier == HOST].sum()) + 1000, UNLIMITED)  # room for the page that is begun next, and no more
+    full = Budgets(
+        int(stats.bytes[tier == HOST].sum()) + 1000, UNLIMITED
+    )  # room for the page that is begun next, and no more
     plan = place(stats, full, keep, swaps=0.1)
     assert dict(zip(plan.indices.tolist(), plan.to_tier.tolist(), strict=True)) == {30: DISK, 12: HOST}
     roomy = place(stats, Budgets(UNLIMITED, UNLIMITED), keep, swaps=1.0)
@@ -151,19 +162,43 @@ def test_place_brings_back_what_is_worth_it_and_no_more() -> None:
 
 BAD_PLANS = {
     "no plan": (lambda n: "evict everything", "instead of a Plan"),
-    "keep too short": (lambda n: Plan(np.zeros(n - 1, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)), "entries for"),
-    "keep not finite": (lambda n: Plan(np.full(n, np.nan, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)), "finite"),
-    "keep a list": (lambda n: Plan([0.0] * n, np.zeros(0, np.int64), np.zeros(0, np.uint8)), "no one-dimensional array"),
-    "page out of range": (lambda n: Plan(np.zeros(n, np.float32), np.array([n]), np.array([GONE], np.uint8)), "names page"),
-    "negative page": (lambda n: Plan(np.zeros(n, np.float32), np.array([-1]), np.array([GONE], np.uint8)), "names page -1"),
+    "keep too short": (
+        lambda n: Plan(np.zeros(n - 1, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)),
+        "entries for",
+    ),
+    "keep not finite": (
+        lambda n: Plan(np.full(n, np.nan, np.float32), np.zeros(0, np.int64), np.zeros(0, np.uint8)),
+        "finite",
+    ),
+    "keep a list": (
+        lambda n: Plan([0.0] * n, np.zeros(0, np.int64), np.zeros(0, np.uint8)),
+        "no one-dimensional array",
+    ),
+    "page out of range": (
+        lambda n: Plan(np.zeros(n, np.float32), np.array([n]), np.array([GONE], np.uint8)),
+        "names page",
+    ),
+    "negative page": (
+        lambda n: Plan(np.zeros(n, np.float32), np.array([-1]), np.array([GONE], np.uint8)),
+        "names page -1",
+    ),
     "twice": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 5]), np.array([GONE, GONE], np.uint8)), "same page"),
     "no such tier": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([77], np.uint8)), "not there"),
     "a tier below the first": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([-10])), "tier -10"),
-    "large page": (lambda n: Plan(np.zeros(n, np.float32), np.array([1 << 63], np.uint64), np.array([GONE], np.uint8)), "names page"),
+    "large page": (
+        lambda n: Plan(np.zeros(n, np.float32), np.array([1 << 63], np.uint64), np.array([GONE], np.uint8)),
+        "names page",
+    ),
     "no disk": (lambda n: Plan(np.zeros(n, np.float32), np.array([5]), np.array([DISK], np.uint8)), "tier disk"),
     "protected": (lambda n: Plan(np.zeros(n, np.float32), np.array([0]), np.array([GONE], np.uint8)), "protected"),
-    "lengths": (lambda n: Plan(np.zeros(n, np.float32), np.array([5, 6]), np.array([GONE], np.uint8)), "2 pages to move and 1"),
-    "floats as indices": (lambda n: Plan(np.zeros(n, np.float32), np.array([5.0]), np.array([GONE], np.uint8)), "indices"),
+    "lengths": (
+        lambda n: Plan(np.zeros(n, np.float32), np.array([5, 6]), np.array([GONE], np.uint8)),
+        "2 pages to move and 1",
+    ),
+    "floats as indices": (
+        lambda n: Plan(np.zeros(n, np.float32), np.array([5.0]), np.array([GONE], np.uint8)),
+        "indices",
+    ),
 }
 
 
@@ -271,7 +306,18 @@ def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) 
 def _look(tier: list[int], mean: list[float]) -> LayerLook:
     n = len(tier)
     none = np.zeros(0, np.float32)
-    return LayerLook(7, 2, n, np.array(tier, np.uint8), np.full(n, 10, np.int64), np.array(mean, np.float32), np.array(mean, np.float32), none, none, none)
+    return LayerLook(
+        7,
+        2,
+        n,
+        np.array(tier, np.uint8),
+        np.full(n, 10, np.int64),
+        np.array(mean, np.float32),
+        np.array(mean, np.float32),
+        none,
+        none,
+        none,
+    )
 
 
 def test_looks_tell_idle_and_uses() -> None:
@@ -326,7 +372,9 @@ def test_delta_meets_the_forecast_half_way() -> None:
     nine = Scorer(np.zeros((15, len(FEATURES) + 1), np.float32), np.zeros((7, 16), np.float32), w3)
     present = Delta(scorer=None).keep(stats)
     assert present.std() > 0
-    np.testing.assert_allclose(Delta(scorer=nine).keep(stats), 3 * present, rtol=0.05)  # the scorer's floor counts for small masses
+    np.testing.assert_allclose(
+        Delta(scorer=nine).keep(stats), 3 * present, rtol=0.05
+    )  # the scorer's floor counts for small masses
     nothing = replace(stats, mass_mean=np.zeros(60, np.float32))
     assert np.isfinite(Delta(scorer=nine).keep(nothing)).all()
 

@@ -44,7 +44,9 @@ def test_ci_runs_the_second_command() -> None:
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z][a-z-]*)", README))))
 def test_make_targets_exist_and_are_explained(target: str) -> None:
-    listed = subprocess.run(["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert re.search(rf"^  make {target}  *\S", listed, flags=re.M)
 
 
@@ -53,7 +55,9 @@ def test_commands_and_their_options_exist(words: list[str]) -> None:
     used_command = command(words[0])
     if isinstance(used_command, click.Group):
         used_command = used_command.commands[words[1]]
-    known = {option for parameter in used_command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    known = {option for parameter in used_command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help"
+    }
     used = [word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)]
     assert not [option for option in used if option not in known]
 

@@ -18,7 +18,16 @@ DISK = ("--kv-host", "6MiB", "--kv-disk", "1GiB")
 def kvtier(*args: str | Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Run the program without a terminal; `env` is added to the environment."""
     command = [sys.executable, "-m", "kvtier", *map(str, args)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", env={**os.environ, **env}, timeout=300, check=False)
+    return subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, **env},
+        timeout=300,
+        check=False,
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str], exit_code: int, *parts: str) -> None:
@@ -58,30 +67,74 @@ def test_a_pipe_is_no_terminal_whatever_the_environment_says() -> None:
 def test_json_is_one_object_with_everything(smollm2_path: Path, prompt_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
-    done = kvtier("run", smollm2_path, "-f", prompt_file, "-n", "3", "--temp", "0", "-c", "1k", "--json", *DISK, "--kv-dir", folder)
+    done = kvtier(
+        "run",
+        smollm2_path,
+        "-f",
+        prompt_file,
+        "-n",
+        "3",
+        "--temp",
+        "0",
+        "-c",
+        "1k",
+        "--json",
+        *DISK,
+        "--kv-dir",
+        folder,
+    )
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
-    assert out["text"] and out["n_generated"] == 3 and out["finish"] == "length" and out["n_ctx"] == 1024 and out["n_ctx_train"] == 8192
-    assert out["n_prompt"] > 256 and out["prefill_per_s"] > 0 and out["decode_per_s"] > 0 and out["ttft_s"] >= out["prefill_s"] > 0
+    assert (
+        out["text"]
+        and out["n_generated"] == 3
+        and out["finish"] == "length"
+        and out["n_ctx"] == 1024
+        and out["n_ctx_train"] == 8192
+    )
+    assert (
+        out["n_prompt"] > 256
+        and out["prefill_per_s"] > 0
+        and out["decode_per_s"] > 0
+        and out["ttft_s"] >= out["prefill_s"] > 0
+    )
     tiers = out["kv"]["tiers"]
     assert tiers["host"]["budget_bytes"] == 6 << 20 >= out["kv"]["peak_host_bytes"] > 0
     assert tiers["disk"]["n_pages"] > 0 and out["kv"]["disk_writes"] > 0 and out["kv"]["n_layers"] == 30
     assert done.stderr == ""
     assert list(folder.iterdir()) == []
-    again = kvtier("run", smollm2_path, "-f", prompt_file, "-n", "3", "--temp", "0", "-c", "1k", *DISK, "--kv-dir", folder)
+    again = kvtier(
+        "run", smollm2_path, "-f", prompt_file, "-n", "3", "--temp", "0", "-c", "1k", *DISK, "--kv-dir", folder
+    )
     assert again.stdout.rstrip("\n") == out["text"].rstrip("\n")
     for row in ("kv on disk", "disk reads", "pages read ahead", "stalled on disk"):
         assert row in again.stderr
 
 
 def test_prompt_from_standard_input_and_chat_template(smollm2_path: Path) -> None:
-    done = kvtier("run", smollm2_path, "-f", "-", "--chat", "-n", "16", "--temp", "0", "-c", "512", stdin="Write the word banana three times.")
+    done = kvtier(
+        "run",
+        smollm2_path,
+        "-f",
+        "-",
+        "--chat",
+        "-n",
+        "16",
+        "--temp",
+        "0",
+        "-c",
+        "512",
+        stdin="Write the word banana three times.",
+    )
     assert done.returncode == 0, done.stderr
     assert "banana" in done.stdout.lower()
 
 
 def test_a_seed_repeats(smollm2_path: Path) -> None:
-    texts = [kvtier("run", smollm2_path, "-p", "Once", "-n", "8", "-s", seed, "--temp", "1.5", "-c", "256").stdout for seed in ("7", "7", "8")]
+    texts = [
+        kvtier("run", smollm2_path, "-p", "Once", "-n", "8", "-s", seed, "--temp", "1.5", "-c", "256").stdout
+        for seed in ("7", "7", "8")
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -98,7 +151,9 @@ def test_environment_sets_and_flag_wins(smollm2_path: Path) -> None:
 
 
 def test_context_is_used_to_its_end(smollm2_path: Path) -> None:
-    out = json.loads(kvtier("run", smollm2_path, "-p", "word " * 240, "-n", "-1", "-c", "256", "--temp", "0", "--json").stdout)
+    out = json.loads(
+        kvtier("run", smollm2_path, "-p", "word " * 240, "-n", "-1", "-c", "256", "--temp", "0", "--json").stdout
+    )
     assert out["finish"] in {"context", "stop"}
     if out["finish"] == "context":
         assert out["n_prompt"] + out["n_generated"] == 257  # the last token needs no place
@@ -145,21 +200,32 @@ def test_a_prompt_that_is_no_text() -> None:
 )
 def test_output_that_cannot_be_written(redirection: str, exit_code: int, part: str) -> None:
     script = f'set -o pipefail; "{sys.executable}" -m kvtier models {redirection}'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, encoding="utf-8", timeout=300, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, encoding="utf-8", timeout=300, check=False
+    )
     assert done.returncode == exit_code, done.stderr
     assert part in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert bool(done.stderr) == bool(part)
 
 
 def test_the_command_of_a_plan_has_the_options_it_was_made_with(smollm2_path: Path) -> None:
-    done = kvtier("plan", smollm2_path, "-c", "20k", "-b", "256", "-ub", "128", "--kv-page-tokens", "64", "--swa-full", "--json")
+    done = kvtier(
+        "plan", smollm2_path, "-c", "20k", "-b", "256", "-ub", "128", "--kv-page-tokens", "64", "--swa-full", "--json"
+    )
     assert done.returncode == 0, done.stderr
     for way in json.loads(done.stdout)["options"]:
-        assert way["command"].endswith("-b 256 -ub 128 --kv-page-tokens 64 --swa-full --rope-scaling yarn --rope-scale 3")
+        assert way["command"].endswith(
+            "-b 256 -ub 128 --kv-page-tokens 64 --swa-full --rope-scaling yarn --rope-scale 3"
+        )
 
 
 def test_habits_of_llama_cpp(smollm2_path: Path) -> None:
-    for words, reason in ((("-ngl", "99"), "all layers"), (("-fa", "on"), "always on"), (("-fa",), "always on"), (("-m", "other"), "two models")):
+    for words, reason in (
+        (("-ngl", "99"), "all layers"),
+        (("-fa", "on"), "always on"),
+        (("-fa",), "always on"),
+        (("-m", "other"), "two models"),
+    ):
         refused(kvtier("run", "smollm2", "-p", "x", *words), 2, words[0], reason)
     assert kvtier("run", "-m", smollm2_path, "-p", "x", "-n", "1", "-c", "256").returncode == 0
     refused(kvtier("run", "none.gguf", "-p", "x", KVTIER_MODEL="smollm2"), 2, "none.gguf")
@@ -183,8 +249,17 @@ def test_models_that_are_none(tmp_path: Path, smollm2_path: Path) -> None:
 def test_a_chat_template_that_is_none(smollm2_path: Path, tmp_path: Path) -> None:
     data = smollm2_path.read_bytes()
     assert b"{% for message in messages %}" in data
-    (tmp_path / "bad.gguf").write_bytes(data.replace(b"{% for message in messages %}", b"{% fox message in messages %}"))
-    refused(kvtier("run", tmp_path / "bad.gguf", "-p", "x", "-n", "1", "-c", "256"), 3, "bad.gguf", "tokenizer.chat_template", "fox", "another copy")
+    (tmp_path / "bad.gguf").write_bytes(
+        data.replace(b"{% for message in messages %}", b"{% fox message in messages %}")
+    )
+    refused(
+        kvtier("run", tmp_path / "bad.gguf", "-p", "x", "-n", "1", "-c", "256"),
+        3,
+        "bad.gguf",
+        "tokenizer.chat_template",
+        "fox",
+        "another copy",
+    )
 
 
 def test_prompts_that_do_not_work(smollm2_path: Path, tmp_path: Path) -> None:
@@ -206,7 +281,9 @@ def test_tiers_that_do_not_work(smollm2_path: Path, tmp_path: Path, prompt_file:
     refused(kvtier(*run, "--kv-host", "6MiB"), 5, "host tier", "layer", "page", "--kv-disk")
     refused(kvtier(*run, *DISK, "--kv-dir", tmp_path / "none"), 6, str(tmp_path / "none"), "No such file")
     refused(kvtier(*run, *DISK, "--kv-dir", prompt_file), 6, "not a directory")
-    refused(kvtier(*run, "--kv-host", "6MiB", "--kv-disk", "1MiB", "--kv-dir", tmp_path), 7, "disk tier", "1048576", "page")
+    refused(
+        kvtier(*run, "--kv-host", "6MiB", "--kv-disk", "1MiB", "--kv-dir", tmp_path), 7, "disk tier", "1048576", "page"
+    )
     refused(kvtier(*run, "--kv-dir", tmp_path), 2, "--kv-disk")
     refused(kvtier(*run, "--kv-host", "2GB"), 2, "2GiB")
     refused(kvtier(*run, "--kv-host-type-k", "q3_K"), 2, "q3_K", "q8_0")
@@ -220,7 +297,12 @@ def test_a_full_and_a_read_only_file_system(smollm2_path: Path, tmp_path: Path, 
     for options, exit_code, part in (("size=2m", 7, "No space left"), ("size=2m,ro", 6, "Read-only")):
         folder = tmp_path / options
         folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False).returncode != 0:
+        if (
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+            ).returncode
+            != 0
+        ):
             pytest.skip("this container may not mount")
         try:
             done = kvtier(*run, folder)

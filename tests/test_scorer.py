@@ -41,7 +41,9 @@ def silent(_text: str, _done: int, _total: int) -> None:
 
 def a_scorer(seed: int = 0) -> Scorer:
     rng = np.random.default_rng(seed)
-    return Scorer(**{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes().items()}, about="a test")
+    return Scorer(
+        **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes().items()}, about="a test"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,11 @@ def test_features_are_finite_and_in_order() -> None:
     x = features(stats)
     assert x.shape == (len(FEATURES) + 1, len(stats))
     assert x.dtype == np.float32
-    assert np.isfinite(features(replace(stats, mass_mean=stats.mass_mean * 0, mass_max=stats.mass_max * 0, mass_long=stats.mass_long * 0))).all()
+    assert np.isfinite(
+        features(
+            replace(stats, mass_mean=stats.mass_mean * 0, mass_max=stats.mass_max * 0, mass_long=stats.mass_long * 0)
+        )
+    ).all()
     assert np.allclose(x[FEATURES.index("age")], np.log2(stats.age + 1))
     assert np.allclose(x[FEATURES.index("layer_depth")], stats.layer_depth)
     assert (x[-1] == 1).all()
@@ -238,7 +244,9 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
     from kvtier.scorer.recipe import record_all
 
     here = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py")))
-    traces = record_all([smollm2_path], [Text("tests", here)], Segments((1024,), 256, 1), tmp_path, silent, lambda: False)
+    traces = record_all(
+        [smollm2_path], [Text("tests", here)], Segments((1024,), 256, 1), tmp_path, silent, lambda: False
+    )
     by_name = {q.name: q for q in quality(traces, shipped())}
     for name in ("h2o", "lru", "recency"):
         assert by_name["scorer"].spearman > by_name[name].spearman
@@ -246,7 +254,9 @@ def test_shipped_weights_beat_the_heuristics_on_a_real_trace(smollm2_path: Path,
             assert by_name["scorer"].recall[i] > by_name[name].recall[i] - 0.02, (name, by_name)
 
 
-def test_delta_goes_by_present_attention_unless_it_has_a_scorer(traces: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_goes_by_present_attention_unless_it_has_a_scorer(
+    traces: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for policy in (create("delta"), create("delta:scorer=shipped")):
         result = simulate(traces[0], policy, Setting(0.4))
         assert 0 < result.recall < 1
@@ -266,17 +276,55 @@ def test_a_text_is_split_without_overlap() -> None:
 def test_train_and_tune_from_text_to_weights(smollm2_path: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(source_text()[:40_000], encoding="utf-8")
-    common = ["-t", "1", "-m", str(smollm2_path), "--prefix", "256", "--tokens", "200", "--json", "--traces", str(tmp_path / "traces")]
-    first = CliRunner().invoke(main, ["scorer", "train", str(text), "-o", str(tmp_path / "s.npz"), "--steps", "300", *common])
+    common = [
+        "-t",
+        "1",
+        "-m",
+        str(smollm2_path),
+        "--prefix",
+        "256",
+        "--tokens",
+        "200",
+        "--json",
+        "--traces",
+        str(tmp_path / "traces"),
+    ]
+    first = CliRunner().invoke(
+        main, ["scorer", "train", str(text), "-o", str(tmp_path / "s.npz"), "--steps", "300", *common]
+    )
     assert first.exit_code == 0, first.stderr
     assert json.loads(first.stdout)["quality"][0]["name"] == "scorer"
     n_traces = len(list((tmp_path / "traces").glob("*.trace")))
     assert n_traces == 2
-    tuned = CliRunner().invoke(main, ["scorer", "tune", str(text), "--from", str(tmp_path / "s.npz"), "-o", str(tmp_path / "t.npz"), "--steps", "20", *common])
+    tuned = CliRunner().invoke(
+        main,
+        [
+            "scorer",
+            "tune",
+            str(text),
+            "--from",
+            str(tmp_path / "s.npz"),
+            "-o",
+            str(tmp_path / "t.npz"),
+            "--steps",
+            "20",
+            *common,
+        ],
+    )
     assert tuned.exit_code == 0, tuned.stderr
     assert json.loads(tuned.stdout)["before"] is not None
     assert len(list((tmp_path / "traces").glob("*.trace"))) == n_traces  # recorded once
-    report = CliRunner().invoke(main, ["scorer", "report", "--from", str(tmp_path / "t.npz"), "--trace", str(next((tmp_path / "traces").glob("*.trace")))])
+    report = CliRunner().invoke(
+        main,
+        [
+            "scorer",
+            "report",
+            "--from",
+            str(tmp_path / "t.npz"),
+            "--trace",
+            str(next((tmp_path / "traces").glob("*.trace"))),
+        ],
+    )
     assert report.exit_code == 0, report.stderr
     assert "Spearman" in report.stdout
 
@@ -296,7 +344,9 @@ def test_train_and_tune_from_text_to_weights(smollm2_path: Path, tmp_path: Path)
         (["report", "."], "Is a directory"),
     ],
 )
-def test_bad_input_is_an_error_and_leaves_nothing(args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> None:
+def test_bad_input_is_an_error_and_leaves_nothing(
+    args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a few words only", encoding="utf-8")
     run = CliRunner().invoke(main, ["scorer", *args])
@@ -321,13 +371,17 @@ def test_a_report_on_a_trace_that_is_too_short_or_cut(tmp_path: Path) -> None:
         quality([], shipped())
 
 
-def test_a_stop_while_training_says_that_nothing_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: tuple[Trace, Trace]) -> None:
+def test_a_stop_while_training_says_that_nothing_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: tuple[Trace, Trace]
+) -> None:
     def recorded(*_: object) -> tuple[list[Trace], list[Trace]]:
         signal.raise_signal(signal.SIGTERM)
         return [traces[0]], [traces[1]]
 
     monkeypatch.setattr("kvtier.cli.scorer._recorded", recorded)
-    run = CliRunner().invoke(main, ["scorer", "train", "python", "-o", str(tmp_path / "s.npz"), "--traces", str(tmp_path / "traces")])
+    run = CliRunner().invoke(
+        main, ["scorer", "train", "python", "-o", str(tmp_path / "s.npz"), "--traces", str(tmp_path / "traces")]
+    )
     assert run.exit_code == 143
     assert "nothing was written to" in run.stderr
     assert "kept in" in run.stderr

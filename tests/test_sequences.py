@@ -66,14 +66,24 @@ def clear_and_reuse(c: Context, tokens: list[int]) -> Logits:
     return c.feed(tokens[200:260])
 
 
-SCENARIOS: list[Callable[[Context, list[int]], Logits]] = [append, remove_and_refill, two_sequences, copy_sequence, shift, clear_and_reuse]
+SCENARIOS: list[Callable[[Context, list[int]], Logits]] = [
+    append,
+    remove_and_refill,
+    two_sequences,
+    copy_sequence,
+    shift,
+    clear_and_reuse,
+]
 
 
 @pytest.mark.parametrize("kv_unified", [False, True], ids=["streams", "unified"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[s.__name__ for s in SCENARIOS])
 def test_same_as_stock(smollm2_path: Path, scenario: Callable[[Context, list[int]], Logits], kv_unified: bool) -> None:
     options = {"n_seq_max": 2, "kv_unified": kv_unified, "n_ctx": 1024}
-    with open_context(smollm2_path, ours=False, **options) as stock, open_context(smollm2_path, ours=True, **options) as ours:
+    with (
+        open_context(smollm2_path, ours=False, **options) as stock,
+        open_context(smollm2_path, ours=True, **options) as ours,
+    ):
         tokens = stock.tokenize(source_text(), 500)
         assert kl(scenario(stock, tokens), scenario(ours, tokens)) < 0.02
 
@@ -82,7 +92,10 @@ def test_same_as_stock(smollm2_path: Path, scenario: Callable[[Context, list[int
 def test_same_on_disk(smollm2_path: Path, tmp_path: Path, scenario: Callable[[Context, list[int]], Logits]) -> None:
     options = {"n_seq_max": 2, "n_ctx": 1024, "ours": True}
     settings = f"host=4MiB\ndisk=1GiB\ndir={tmp_path}\n"
-    with open_context(smollm2_path, **options) as in_ram, open_context(smollm2_path, settings=settings, **options) as on_disk:
+    with (
+        open_context(smollm2_path, **options) as in_ram,
+        open_context(smollm2_path, settings=settings, **options) as on_disk,
+    ):
         tokens = in_ram.tokenize(source_text(), 500)
         np.testing.assert_array_equal(scenario(on_disk, tokens), scenario(in_ram, tokens))
         assert on_disk.domain is not None
@@ -93,14 +106,20 @@ def test_same_on_disk(smollm2_path: Path, tmp_path: Path, scenario: Callable[[Co
 @pytest.mark.parametrize(("type_k", "limit"), [("q8_0", 0.05), ("q4_0", 0.3), ("bf16", 0.05), ("f32", 0.05)])
 def test_shift_of_other_types(smollm2_path: Path, type_k: str, limit: float) -> None:
     stock_type = "f16" if type_k == "bf16" else type_k  # stock ends the process when a BF16 cache is shifted
-    with open_context(smollm2_path, ours=False, type_k=stock_type) as stock, open_context(smollm2_path, ours=True, type_k=type_k) as ours:
+    with (
+        open_context(smollm2_path, ours=False, type_k=stock_type) as stock,
+        open_context(smollm2_path, ours=True, type_k=type_k) as ours,
+    ):
         tokens = stock.tokenize(source_text(), 500)
         assert kl(shift(stock, tokens), shift(ours, tokens)) < limit
 
 
 def test_shift_of_wide_pages_under_a_quantized_name(smollm2_path: Path) -> None:
     """As a lossy cache is: llama.cpp rotates what it takes for Q8_0, and turns it back to shift it; the pages hold F16."""
-    with open_context(smollm2_path, ours=False) as stock, open_context(smollm2_path, ours=True, settings="host-k=f16\nhost-v=f16\n", type_k="q8_0") as ours:
+    with (
+        open_context(smollm2_path, ours=False) as stock,
+        open_context(smollm2_path, ours=True, settings="host-k=f16\nhost-v=f16\n", type_k="q8_0") as ours,
+    ):
         tokens = stock.tokenize(source_text(), 500)
         assert kl(shift(stock, tokens), shift(ours, tokens)) < 0.05
         assert ours.domain is not None
@@ -121,7 +140,10 @@ def test_a_copied_stream_takes_only_the_pages_it_has(smollm2_path: Path) -> None
 
 def test_without_flash_attention(smollm2_path: Path) -> None:
     """Not our way, but an answer all the same: the CPU backend computes over gathered rows."""
-    with open_context(smollm2_path, ours=False, flash_attn=False) as stock, open_context(smollm2_path, ours=True, flash_attn=False) as ours:
+    with (
+        open_context(smollm2_path, ours=False, flash_attn=False) as stock,
+        open_context(smollm2_path, ours=True, flash_attn=False) as ours,
+    ):
         tokens = stock.tokenize(source_text(), 500)
         assert kl(append(stock, tokens), append(ours, tokens)) < 0.02
         assert ours.domain is not None and ours.domain.figures().n_fallback > 0

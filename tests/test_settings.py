@@ -44,7 +44,13 @@ def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kept", "eps"), [("exact", "exact", None), ("bounded", "bounded:0.07", 0.07), ("Bounded:1e-1", "bounded:0.1", 0.1), ("lossy", "lossy", None)]
+    ("text", "kept", "eps"),
+    [
+        ("exact", "exact", None),
+        ("bounded", "bounded:0.07", 0.07),
+        ("Bounded:1e-1", "bounded:0.1", 0.1),
+        ("lossy", "lossy", None),
+    ],
 )
 def test_fidelity_is_read_once(text: str, kept: str, eps: float | None) -> None:
     settings = KVSettings(fidelity=text)
@@ -63,7 +69,16 @@ def test_the_ends_of_eps_are_the_librarys_too(eps: float) -> None:
     _native.Domain(KVSettings(fidelity=f"bounded:{eps}").to_native()).close()
 
 
-@pytest.mark.parametrize("text", ["fidelity=bounded", "fidelity=bounded,host=1g", "host=1.5KiB", " # a note \n\n host = 4096 \n", "fidelity=lossy,host=2M"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fidelity=bounded",
+        "fidelity=bounded,host=1g",
+        "host=1.5KiB",
+        " # a note \n\n host = 4096 \n",
+        "fidelity=lossy,host=2M",
+    ],
+)
 def test_texts_that_the_library_takes(text: str) -> None:
     _native.Domain(text).close()
 
@@ -152,10 +167,18 @@ def test_cache_types_fill_what_is_not_given() -> None:
     plain = KVSettings().with_cache_types(None, None)
     assert (plain.host_type_k, plain.host_type_v, plain.disk_type_k, plain.disk_type_v) == ("f16",) * 4
     bounded = KVSettings(fidelity="bounded:0.1", host_type_v="q4_0")
-    assert (bounded.with_cache_types(None, None).host_type_k, bounded.with_cache_types("f16", "f16").host_type_k) == ("q8_0", "f16")
+    assert (bounded.with_cache_types(None, None).host_type_k, bounded.with_cache_types("f16", "f16").host_type_k) == (
+        "q8_0",
+        "f16",
+    )
     assert bounded.with_cache_types(None, None).disk_type_v == "q4_0"
     nominal = KVSettings(host_type_v="q4_1", disk_type_k="q4_0").with_cache_types("q8_0", "q8_0")
-    assert (nominal.host_type_k, nominal.host_type_v, nominal.disk_type_k, nominal.disk_type_v) == ("q8_0", "q4_1", "q4_0", "q4_1")
+    assert (nominal.host_type_k, nominal.host_type_v, nominal.disk_type_k, nominal.disk_type_v) == (
+        "q8_0",
+        "q4_1",
+        "q4_0",
+        "q4_1",
+    )
 
 
 def test_the_disk_tier_has_a_home_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +218,15 @@ def test_what_python_accepts_the_library_accepts(
 def test_what_is_written_for_the_library_can_be_read_again(tmp_path: Path) -> None:
     for settings in (
         KVSettings(),
-        KVSettings(host="1GiB", disk="2GiB", dir=tmp_path / "a,b", host_type_k="q8_0", disk_type_v="q4_0", page_tokens=64, io_threads=2),
+        KVSettings(
+            host="1GiB",
+            disk="2GiB",
+            dir=tmp_path / "a,b",
+            host_type_k="q8_0",
+            disk_type_v="q4_0",
+            page_tokens=64,
+            io_threads=2,
+        ),
         KVSettings(host="64MiB", fidelity="lossy"),
         KVSettings(protect_first=0, protect_last=3, mass_decay=0.5, fidelity="bounded:0.05", read_budget=100),
     ):

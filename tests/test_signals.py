@@ -24,7 +24,21 @@ def prefill(smollm2_path: Path, tmp_path: Path) -> tuple[str | Path, ...]:
     (tmp_path / "long.txt").write_text(source_text()[:24000], encoding="utf-8")
     folder = tmp_path / "kv"
     folder.mkdir()
-    return (smollm2_path, "-f", tmp_path / "long.txt", "-n", "4", "-ub", "128", "--kv-host", "6MiB", "--kv-disk", "2GiB", "--kv-dir", folder)
+    return (
+        smollm2_path,
+        "-f",
+        tmp_path / "long.txt",
+        "-n",
+        "4",
+        "-ub",
+        "128",
+        "--kv-host",
+        "6MiB",
+        "--kv-disk",
+        "2GiB",
+        "--kv-dir",
+        folder,
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

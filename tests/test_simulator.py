@@ -69,7 +69,10 @@ def test_figures_are_the_traces_own(trace: Trace) -> None:
     def look(engine: TraceEngine) -> None:
         mass = trace.mass(engine.n_steps - 1)
         begun = int(trace.n_pages[engine.n_steps - 1])
-        lost = [sum(float(mass[layer, p]) for p in range(begun) if engine.tier[layer, p] == GONE) / float(mass[layer].sum()) for layer in range(3)]
+        lost = [
+            sum(float(mass[layer, p]) for p in range(begun) if engine.tier[layer, p] == GONE) / float(mass[layer].sum())
+            for layer in range(3)
+        ]
         expected.append(sum(lost) / 3)
 
     result = simulate(trace, make("lru", trace), Setting(0.3, warmup=32), look)
@@ -130,10 +133,17 @@ def test_budgets_too_small_and_traces_too_short(trace: Trace) -> None:
 
 def test_command(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path / "t")
-    run = CliRunner().invoke(main, ["simulate", str(path), "--policy", "lru,oracle", "--keep", "50%,0.3", "--json", "--per-step"])
+    run = CliRunner().invoke(
+        main, ["simulate", str(path), "--policy", "lru,oracle", "--keep", "50%,0.3", "--json", "--per-step"]
+    )
     assert run.exit_code == 0, run.stderr
     results = json.loads(run.stdout)
-    assert [(r["policy"], r["setting"]["keep"]) for r in results] == [("lru", 0.5), ("lru", 0.3), ("oracle", 0.5), ("oracle", 0.3)]
+    assert [(r["policy"], r["setting"]["keep"]) for r in results] == [
+        ("lru", 0.5),
+        ("lru", 0.3),
+        ("oracle", 0.5),
+        ("oracle", 0.3),
+    ]
     assert len(results[0]["recalls"]) == 200 - 64
     table = CliRunner().invoke(main, ["simulate", str(path), "--keep", "0.5", "--policy", "all,lru"]).stdout
     assert [sum(line.split()[:1] == [name] for line in table.splitlines()) for name in POLICIES] == [1] * len(POLICIES)

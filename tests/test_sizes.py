@@ -13,8 +13,19 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "n"),
-    [("0", 0), ("1", 1), ("8192", 8192), ("32k", 32768), ("32K", 32768), ("1.5k", 1536), ("0.5k", 512), ("1m", MIB),
-     (" 32k ", 32768), ("1.0k", 1024), (4096, 4096)],
+    [
+        ("0", 0),
+        ("1", 1),
+        ("8192", 8192),
+        ("32k", 32768),
+        ("32K", 32768),
+        ("1.5k", 1536),
+        ("0.5k", 512),
+        ("1m", MIB),
+        (" 32k ", 32768),
+        ("1.0k", 1024),
+        (4096, 4096),
+    ],
 )
 def test_tokens(text: str | int, n: int) -> None:
     assert parse_tokens(text) == n
@@ -22,10 +33,27 @@ def test_tokens(text: str | int, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("", "empty"), ("  ", "empty"), ("-1", "negative"), ("-32k", "negative"), ("24,3", "comma"), ("1,000", "comma"),
-     ("1.3k", "1331"), ("0.1", "whole number"), ("k", "not a number"), ("32kk", "not a number"), ("1e3", "not a number"),
-     ("32 tokens", "not a number"), ("0x10", "not a number"), ("٣٢", "not a number"), ("4g", "not a number"),
-     ("9999999999999", "at most"), (-1, "negative"), (".5k", "not a number"), ("5.k", "not a number")],
+    [
+        ("", "empty"),
+        ("  ", "empty"),
+        ("-1", "negative"),
+        ("-32k", "negative"),
+        ("24,3", "comma"),
+        ("1,000", "comma"),
+        ("1.3k", "1331"),
+        ("0.1", "whole number"),
+        ("k", "not a number"),
+        ("32kk", "not a number"),
+        ("1e3", "not a number"),
+        ("32 tokens", "not a number"),
+        ("0x10", "not a number"),
+        ("٣٢", "not a number"),
+        ("4g", "not a number"),
+        ("9999999999999", "at most"),
+        (-1, "negative"),
+        (".5k", "not a number"),
+        ("5.k", "not a number"),
+    ],
 )
 def test_tokens_refused(text: str | int, part: str) -> None:
     with pytest.raises(ValueError, match=part) as caught:
@@ -35,8 +63,22 @@ def test_tokens_refused(text: str | int, part: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n"),
-    [("0", 0), ("4096", 4096), ("4096B", 4096), ("1K", KIB), ("1k", KIB), ("1KiB", KIB), ("512M", 512 * MIB), ("2G", 2 * GIB),
-     ("2GiB", 2 * GIB), ("2gib", 2 * GIB), ("1.5 GiB", 3 * GIB // 2), ("1T", 1024 * GIB), ("0.5k", 512), (7, 7)],
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("1K", KIB),
+        ("1k", KIB),
+        ("1KiB", KIB),
+        ("512M", 512 * MIB),
+        ("2G", 2 * GIB),
+        ("2GiB", 2 * GIB),
+        ("2gib", 2 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("1T", 1024 * GIB),
+        ("0.5k", 512),
+        (7, 7),
+    ],
 )
 def test_bytes(text: str | int, n: int) -> None:
     assert parse_bytes(text) == n
@@ -44,9 +86,20 @@ def test_bytes(text: str | int, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("", "empty"), ("-1", "negative"), ("-2GiB", "negative"), ("24,3", "comma"), ("2GB", "write 2GiB"), ("1.5mb", "write 1.5miB"),
-     ("2X", "not a number"), ("GiB", "not a number"), ("inf", "not a number"), ("nan", "not a number"), ("2 0", "not a number"),
-     ("99999999T", "more than any machine")],
+    [
+        ("", "empty"),
+        ("-1", "negative"),
+        ("-2GiB", "negative"),
+        ("24,3", "comma"),
+        ("2GB", "write 2GiB"),
+        ("1.5mb", "write 1.5miB"),
+        ("2X", "not a number"),
+        ("GiB", "not a number"),
+        ("inf", "not a number"),
+        ("nan", "not a number"),
+        ("2 0", "not a number"),
+        ("99999999T", "more than any machine"),
+    ],
 )
 def test_bytes_refused(text: str, part: str) -> None:
     with pytest.raises(ValueError, match=part) as caught:
@@ -82,8 +135,20 @@ def test_formatted_bytes_read_back_nearly(n: int) -> None:
     assert abs(parse_bytes(shown.replace("PiB", "TiB")) * (1024 if "PiB" in shown else 1) - n) <= max(1, 0.006 * n)
 
 
-@pytest.mark.parametrize(("n", "shown"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (10 * KIB, "10.0 KiB"),
-                                          (MIB - 1, "1.00 MiB"), (3 * GIB // 2, "1.50 GiB"), (1 << 50, "1.00 PiB"), (1 << 62, "4096.0 PiB")])
+@pytest.mark.parametrize(
+    ("n", "shown"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (10 * KIB, "10.0 KiB"),
+        (MIB - 1, "1.00 MiB"),
+        (3 * GIB // 2, "1.50 GiB"),
+        (1 << 50, "1.00 PiB"),
+        (1 << 62, "4096.0 PiB"),
+    ],
+)
 def test_format_bytes(n: int, shown: str) -> None:
     assert format_bytes(n) == shown
 

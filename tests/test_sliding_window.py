@@ -11,7 +11,7 @@ from .contexts import open_context
 from .test_sequences import kl
 from .texts import source_text
 
-N_TOKENS = 1400   # the window of 512 tokens slides, and its cache is used over again
+N_TOKENS = 1400  # the window of 512 tokens slides, and its cache is used over again
 CHUNK = 256
 N_DECODED = 20
 
@@ -23,7 +23,9 @@ def logits_of(path: Path, *, ours: bool, flash_attn: bool = True) -> tuple[Logit
     with open_context(path, ours=ours, flash_attn=flash_attn, n_ctx=2048) as c:
         tokens = c.tokenize(source_text(), N_TOKENS)
         n_prefill = N_TOKENS - N_DECODED
-        rows = [c.feed(tokens[first : min(first + CHUNK, n_prefill)], first=first) for first in range(0, n_prefill, CHUNK)]
+        rows = [
+            c.feed(tokens[first : min(first + CHUNK, n_prefill)], first=first) for first in range(0, n_prefill, CHUNK)
+        ]
         rows += [c.feed([tokens[pos]], first=pos) for pos in range(n_prefill, N_TOKENS)]
         cells = set()
         if c.domain is not None:

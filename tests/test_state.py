@@ -85,8 +85,20 @@ def test_full_state_in_a_new_process(smollm2_path: Path, tmp_path: Path, type_k:
         expected = logits_after(llm, tokens[7], n_past)
     paths = {name: tmp_path / name for name in ("state", "again", "logits.npy")}
     paths["state"].write_bytes(state)
-    subprocess.run([sys.executable, "-c", RESTORE, str(smollm2_path), *map(str, paths.values()), str(tokens[7]), str(n_past), type_k],
-                   check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            RESTORE,
+            str(smollm2_path),
+            *map(str, paths.values()),
+            str(tokens[7]),
+            str(n_past),
+            type_k,
+        ],
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
     assert paths["again"].read_bytes() == state
     if fragmented:  # llama.cpp restores the cells without the gaps: other pages, so other partial sums
         assert kl(expected[None], np.load(paths["logits.npy"])[None]) < 0.05
@@ -106,7 +118,10 @@ def test_one_sequence_moves_to_another(smollm2_path: Path) -> None:
 
 
 def test_state_survives_the_disk_tier(smollm2_path: Path, tmp_path: Path) -> None:
-    with Llama(str(smollm2_path), kv_host="3MiB", kv_disk="1GiB", kv_dir=tmp_path, **CONTEXT) as small, Llama(str(smollm2_path), **CONTEXT) as large:
+    with (
+        Llama(str(smollm2_path), kv_host="3MiB", kv_disk="1GiB", kv_dir=tmp_path, **CONTEXT) as small,
+        Llama(str(smollm2_path), **CONTEXT) as large,
+    ):
         tokens = large.tokenize(source_text().encode())[:600]
         large.eval(tokens)
         small.eval(tokens)

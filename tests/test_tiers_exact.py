@@ -17,7 +17,9 @@ N_PREDICT = 200
 N_CTX = 2048
 
 
-def generate(path: Path, *, evict_every_step: bool = False, n_predict: int = N_PREDICT, **kv: object) -> tuple[list[int], Llama]:
+def generate(
+    path: Path, *, evict_every_step: bool = False, n_predict: int = N_PREDICT, **kv: object
+) -> tuple[list[int], Llama]:
     """Greedy tokens after the prompt, and the model with its caches as they are then."""
     llm = Llama(str(path), n_ctx=N_CTX, n_batch=256, n_ubatch=256, verbose=False, seed=1, **kv)
     prompt = llm.tokenize(source_text().encode())[:N_PROMPT]
@@ -42,7 +44,9 @@ def in_ram(smollm2_path: Path) -> tuple[list[int], int]:
         return tokens, figures.tiers["host"].used_bytes
 
 
-def test_a_quarter_in_ram_gives_the_same_tokens(smollm2_path: Path, in_ram: tuple[list[int], int], tmp_path: Path) -> None:
+def test_a_quarter_in_ram_gives_the_same_tokens(
+    smollm2_path: Path, in_ram: tuple[list[int], int], tmp_path: Path
+) -> None:
     tokens, n_bytes = in_ram
     budget = n_bytes // 4
     ours, llm = generate(smollm2_path, kv_host=budget, kv_disk="1GiB", kv_dir=tmp_path)
@@ -56,7 +60,9 @@ def test_a_quarter_in_ram_gives_the_same_tokens(smollm2_path: Path, in_ram: tupl
     assert list(tmp_path.iterdir()) == []
 
 
-def test_evicting_everything_at_every_step_gives_the_same_tokens(smollm2_path: Path, in_ram: tuple[list[int], int], tmp_path: Path) -> None:
+def test_evicting_everything_at_every_step_gives_the_same_tokens(
+    smollm2_path: Path, in_ram: tuple[list[int], int], tmp_path: Path
+) -> None:
     tokens, _ = in_ram
     n_steps = 40  # every step writes and reads the whole cache
     ours, llm = generate(smollm2_path, evict_every_step=True, n_predict=n_steps, kv_disk="1GiB", kv_dir=tmp_path)
@@ -69,7 +75,10 @@ def test_evicting_everything_at_every_step_gives_the_same_tokens(smollm2_path: P
 @pytest.mark.parametrize("page_tokens", [64, 128])
 def test_page_size_changes_only_rounding(smollm2_path: Path, page_tokens: int) -> None:
     """Other pages mean other partial sums; a model with quantized weights answers that with distributions a little apart."""
-    with open_context(smollm2_path, ours=True) as small, open_context(smollm2_path, ours=True, settings=f"page-tokens={page_tokens}") as large:
+    with (
+        open_context(smollm2_path, ours=True) as small,
+        open_context(smollm2_path, ours=True, settings=f"page-tokens={page_tokens}") as large,
+    ):
         tokens = small.tokenize(source_text(), 520)
         assert kl(small.feed(tokens[:500]), large.feed(tokens[:500])) < 0.05
         assert kl(small.feed(tokens[500:], first=500), large.feed(tokens[500:], first=500)) < 0.05

@@ -149,7 +149,10 @@ def test_a_trace_that_cannot_be_finished_is_not_put_in_place(tmp_path: Path, mon
         def close(self) -> None:
             self.closed = True
 
-    with pytest.raises(OutputError, match="No space left.*\n.*t.part: --partial"), TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 40)) as writer:
+    with (
+        pytest.raises(OutputError, match="No space left.*\n.*t.part: --partial"),
+        TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 40)) as writer,
+    ):
         for step in range(2 * CHUNK_STEPS):
             if step == CHUNK_STEPS:
                 monkeypatch.setattr(writer, "_file", Full())
@@ -190,7 +193,9 @@ def test_text_too_short_writes_nothing(smollm2_path: Path, tmp_path: Path) -> No
 
 def test_a_stop_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None:
     asked = iter(range(1000))
-    done = record(Recording(smollm2_path, source_text(), "sources", 100, 400), tmp_path / "t", stop=lambda: next(asked) > 21)
+    done = record(
+        Recording(smollm2_path, source_text(), "sources", 100, 400), tmp_path / "t", stop=lambda: next(asked) > 21
+    )
     assert done.is_stopped
     assert 0 < done.n_steps < 400
     assert read_trace(tmp_path / "t").n_steps == done.n_steps
@@ -199,7 +204,10 @@ def test_a_stop_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None
 def test_a_recording_that_fails_stays_beside_what_was_there(tmp_path: Path) -> None:
     target = write_synthetic(tmp_path / "t", n_steps=20)
     before = target.read_bytes()
-    with pytest.raises(RuntimeError, match="on the way"), TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 1)) as writer:
+    with (
+        pytest.raises(RuntimeError, match="on the way"),
+        TraceWriter(target, TraceHeader("m", 1, (0,), 32, 1, 1, 1)) as writer,
+    ):
         for _ in range(CHUNK_STEPS + 3):
             writer.add(7, np.full((1, 2), 0.5, np.float32))
         raise RuntimeError("on the way")
@@ -212,7 +220,9 @@ def test_a_recording_that_fails_stays_beside_what_was_there(tmp_path: Path) -> N
 def test_a_stop_before_the_first_step_leaves_what_was_there(smollm2_path: Path, tmp_path: Path) -> None:
     target = write_synthetic(tmp_path / "t", n_steps=20)
     before, asked = target.read_bytes(), iter(range(1000))
-    done = record(Recording(smollm2_path, source_text(), "sources", 100, 40), target, stop=lambda: next(asked) > 0)  # after the only batch
+    done = record(
+        Recording(smollm2_path, source_text(), "sources", 100, 40), target, stop=lambda: next(asked) > 0
+    )  # after the only batch
     assert (done.n_steps, done.is_stopped) == (0, True)
     assert target.read_bytes() == before
     assert os.listdir(tmp_path) == ["t"]
@@ -221,7 +231,9 @@ def test_a_stop_before_the_first_step_leaves_what_was_there(smollm2_path: Path, 
 def test_ctrl_c_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None:
     target, part = tmp_path / "t", tmp_path / "t.part"
     process = start("trace", "record", smollm2_path, "-o", target, "--prefix", "64", "--tokens", "8000", "--json")
-    wait_until(lambda: part.stat().st_size > 2000, process)  # the part is there for a moment before, to see whether it can be
+    wait_until(
+        lambda: part.stat().st_size > 2000, process
+    )  # the part is there for a moment before, to see whether it can be
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
@@ -240,7 +252,14 @@ def test_ctrl_c_leaves_a_whole_trace(smollm2_path: Path, tmp_path: Path) -> None
         (("-o", "t", "--tokens", "0"), 2, "at least 1"),
     ],
 )
-def test_bad_arguments(args: tuple[str, ...], exit_code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> None:
+def test_bad_arguments(
+    args: tuple[str, ...],
+    exit_code: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smollm2_path: Path,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("latin").write_bytes(b"caf\xe9 ")
     run = CliRunner().invoke(main, ["trace", "record", str(smollm2_path), *args])

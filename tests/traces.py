@@ -31,7 +31,9 @@ def synthetic(path: Path, **options: int) -> Trace:
     return read_trace(write_synthetic(path, **options))
 
 
-def random_stats(rng: np.random.Generator, n_layers: int, n_pages: int, on_disk: float = 0.0, zero_mass: bool = False) -> PageStats:
+def random_stats(
+    rng: np.random.Generator, n_layers: int, n_pages: int, on_disk: float = 0.0, zero_mass: bool = False
+) -> PageStats:
     """Pages of `n_layers` layers, `n_pages` each, a share of them on disk; the first and the last two are protected."""
     n = n_layers * n_pages
     layer = np.repeat(np.arange(n_layers, dtype=np.int32), n_pages)

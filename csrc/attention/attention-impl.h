@@ -18,27 +18,29 @@ struct kvt_buf {
     void * p;
     size_t n_bytes;
 };
-void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes);   // 64-byte aligned; NULL: out of memory
-void   kvt_buf_free(struct kvt_buf * b);
+void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes); // 64-byte aligned; NULL: out of memory
+void kvt_buf_free(struct kvt_buf * b);
 
 struct kvt_visibility {
     int64_t n_kv, n_queries;
-    size_t  n_sub, n_blocks;      // n_sub = ceil(n_kv/32), n_blocks = ceil(n_queries/KVT_VIS_BLOCK)
-    struct kvt_buf cls;           // uint8_t [n_blocks][n_sub]
-    struct kvt_buf any;           // uint8_t [n_sub]: 1 if some query sees some of the sub
+    size_t n_sub, n_blocks; // n_sub = ceil(n_kv/32), n_blocks = ceil(n_queries/KVT_VIS_BLOCK)
+    struct kvt_buf cls;     // uint8_t [n_blocks][n_sub]
+    struct kvt_buf any;     // uint8_t [n_sub]: 1 if some query sees some of the sub
 };
-static inline const uint8_t * kvt_vis_row(const struct kvt_visibility * v, size_t block) { return (const uint8_t *) v->cls.p + block*v->n_sub; }
-static inline const uint8_t * kvt_vis_any(const struct kvt_visibility * v)               { return (const uint8_t *) v->any.p; }
+static inline const uint8_t * kvt_vis_row(const struct kvt_visibility * v, size_t block) {
+    return (const uint8_t *) v->cls.p + block * v->n_sub;
+}
+static inline const uint8_t * kvt_vis_any(const struct kvt_visibility * v) { return (const uint8_t *) v->any.p; }
 // as kvt_visibility_compute for n_head masks that are nb_head bytes apart: a class holds for all heads
-int kvt_visibility_compute_heads(struct kvt_visibility * vis, const void * mask, size_t nb_query, size_t nb_head, int64_t n_head,
-                                 int64_t n_kv, int64_t n_queries, int n_threads);
+int kvt_visibility_compute_heads(struct kvt_visibility * vis, const void * mask, size_t nb_query, size_t nb_head,
+    int64_t n_head, int64_t n_kv, int64_t n_queries, int n_threads);
 
 struct kvt_attention {
     int n_threads;
     struct kvt_attention_stats stats;
-    struct kvt_visibility vis;    // for ops that bring none
+    struct kvt_visibility vis; // for ops that bring none
     struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
-    const uint32_t * pages_read;  // of the last op, in `pages`
+    const uint32_t * pages_read; // of the last op, in `pages`
     size_t n_pages_read;
 };
 
@@ -48,82 +50,97 @@ struct kvt_job {
     const struct kvt_attention_op * op;
     const struct kvt_kernels * k;
     const struct kvt_visibility * vis;
-    int     n_threads;
-    int     n_group;              // query heads per KV head
-    int64_t n_rows;               // rows per KV head: row = query*n_group + g
+    int n_threads;
+    int n_group;    // query heads per KV head
+    int64_t n_rows; // rows per KV head: row = query*n_group + g
     int32_t d_v_pad;
     int32_t subs_per_page;
-    size_t  n_sub;
+    size_t n_sub;
 
     // the visible pages, in order; a missing page's ref has data == NULL
-    size_t     n_pages, n_missing;
-    uint32_t * pages;             // page numbers in the array
+    size_t n_pages, n_missing;
+    uint32_t * pages; // page numbers in the array
     struct kvt_page_ref * refs;
-    uint32_t * missing;           // positions in pages
-    uint8_t  * is_missing;        // [n_pages]
-    const uint32_t ** lost;       // by page of the stream: bits of lost cells, all ones if it is gone (and not in pages); NULL: none has any
+    uint32_t * missing;     // positions in pages
+    uint8_t * is_missing;   // [n_pages]
+    const uint32_t ** lost; // by page of the stream: bits of lost cells, all ones if it is gone (and not in pages);
+                            // NULL: none has any
 
     // the summary's part of every row (see summary-impl.h); sum_m is NULL without one
-    float * sum_m, * sum_l, * sum_o;   // [n_head_kv][n_rows] ([KVT_SUM_LANES], [d_v_pad])
-    float * sum_parts;                 // [n_head_kv][n_rows][parts][2]: each part's exponent and sum
+    float *sum_m, *sum_l, *sum_o; // [n_head_kv][n_rows] ([KVT_SUM_LANES], [d_v_pad])
+    float * sum_parts;            // [n_head_kv][n_rows][parts][2]: each part's exponent and sum
 
-    // attention mass (op->mass): weights of n_mass_queries queries, relative to the reference exponent they were computed with
+    // attention mass (op->mass): weights of n_mass_queries queries, relative to the reference exponent they were
+    // computed with
     int64_t n_mass_queries;
-    float * probs;                // [n_head_kv][n_mass_queries*n_group][ld_probs]
-    size_t  ld_probs;
-    float * probs_m;              // [n_head_kv][n_mass_queries*n_group][ld_probs_m], of the subs that were visited
-    size_t  ld_probs_m;
-    float * final_m;              // [n_head_kv][n_mass_queries*n_group]: the rows' last exponent and 1/sum
+    float * probs; // [n_head_kv][n_mass_queries*n_group][ld_probs]
+    size_t ld_probs;
+    float * probs_m; // [n_head_kv][n_mass_queries*n_group][ld_probs_m], of the subs that were visited
+    size_t ld_probs_m;
+    float * final_m; // [n_head_kv][n_mass_queries*n_group]: the rows' last exponent and 1/sum
     float * final_f;
 
-    std::atomic<int>    error;
+    std::atomic<int> error;
     std::atomic<size_t> next;
 };
 
-static inline float kvt_job_q_scale(const struct kvt_attention_op * op) { return op->softcap != 0.0f ? op->scale/op->softcap : op->scale*KVT_LOG2E; }
+static inline float kvt_job_q_scale(const struct kvt_attention_op * op) {
+    return op->softcap != 0.0f ? op->scale / op->softcap : op->scale * KVT_LOG2E;
+}
 static inline const float * kvt_job_q(const struct kvt_attention_op * op, int64_t query, int head) {
-    return (const float *) (op->q + (size_t) query*op->q_nb_query + (size_t) head*op->q_nb_head);
+    return (const float *) (op->q + (size_t) query * op->q_nb_query + (size_t) head * op->q_nb_head);
 }
 static inline const uint16_t * kvt_job_mask(const struct kvt_attention_op * op, int64_t query, int head) {
-    return op->mask ? (const uint16_t *) (op->mask + (size_t) query*op->mask_nb_query + (size_t) head*op->mask_nb_head) : NULL;
+    return op->mask
+        ? (const uint16_t *) (op->mask + (size_t) query * op->mask_nb_query + (size_t) head * op->mask_nb_head)
+        : NULL;
 }
-static inline float kvt_job_slope(const struct kvt_attention_op * op, int head) { return (op->slopes ? op->slopes[head] : 1.0f)*KVT_LOG2E; }
-static inline int   kvt_job_n_valid(const struct kvt_attention_op * op, size_t sub) {
-    const int64_t left = op->n_kv - (int64_t) sub*KVT_SUB;
+static inline float kvt_job_slope(const struct kvt_attention_op * op, int head) {
+    return (op->slopes ? op->slopes[head] : 1.0f) * KVT_LOG2E;
+}
+static inline int kvt_job_n_valid(const struct kvt_attention_op * op, size_t sub) {
+    const int64_t left = op->n_kv - (int64_t) sub * KVT_SUB;
     return left < KVT_SUB ? (int) left : KVT_SUB;
 }
 // bits of the sub's cells that are lost
 static inline uint32_t kvt_job_lost(const struct kvt_job * j, size_t sub) {
-    const uint32_t * words = j->lost ? j->lost[sub/j->subs_per_page] : NULL;
-    return words ? words[sub%j->subs_per_page] : 0;
+    const uint32_t * words = j->lost ? j->lost[sub / j->subs_per_page] : NULL;
+    return words ? words[sub % j->subs_per_page] : 0;
 }
-void kvt_hide_lost(float * s, uint32_t lost);   // -inf where a bit is set
+void kvt_hide_lost(float * s, uint32_t lost); // -inf where a bit is set
 static inline void kvt_job_fail(struct kvt_job * j, int code) {
     int none = 0;
     j->error.compare_exchange_strong(none, code);
 }
-static inline size_t kvt_round_up(size_t n, size_t to) { return (n + to - 1)/to*to; }
+static inline size_t kvt_round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 static inline const uint8_t * kvt_job_keys(const struct kvt_job * j, int h, size_t sub) {
-    return kvt_keys_sub(j->op->keys, h, (size_t) j->op->page_first*j->subs_per_page + sub);
+    return kvt_keys_sub(j->op->keys, h, (size_t) j->op->page_first * j->subs_per_page + sub);
 }
 
 // Rows of all KV heads [n_head_kv], scaled; `quantized`: with the 16-bit form
-int  kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows ** out);
-int  kvt_recall_run (struct kvt_job * j);   // pins its pages itself
+int kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows ** out);
+int kvt_recall_run(struct kvt_job * j); // pins its pages itself
 // one row of d values (a multiple of 32) in its 16-bit form: see kvt_q_rows
 void kvt_quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum);
 
-int  kvt_decode_run (struct kvt_job * j);
-int  kvt_prefill_run(struct kvt_job * j);
+int kvt_decode_run(struct kvt_job * j);
+int kvt_prefill_run(struct kvt_job * j);
 
 // Combines n_parts partial states of one row (strides in rows of the states' arrays), takes the sink in, writes dst and
 // returns the final exponent and 1/sum.
-struct kvt_partial { const float * m; const float * l; const float * o; };
-void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query, float * tmp, float * out_m, float * out_f);
+struct kvt_partial {
+    const float * m;
+    const float * l;
+    const float * o;
+};
+void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query,
+    float * tmp, float * out_m, float * out_f);
 
-int  kvt_mass_prepare(struct kvt_job * j, int64_t n_queries);   // takes the memory for n_queries queries
-int  kvt_mass_apply(struct kvt_job * j);                        // after final_m and final_f are set
-// The parts of it. A sub's mass of one query goes to its tokens' figures, and is returned; row r's weights times factors[r*ld_factors] are probabilities.
-float kvt_mass_take_sub(const struct kvt_job * j, int64_t query, size_t sub, bool seen, const float * factors, size_t ld_factors);
-void  kvt_mass_take_page(const struct kvt_job * j, size_t page, float total);
+int kvt_mass_prepare(struct kvt_job * j, int64_t n_queries); // takes the memory for n_queries queries
+int kvt_mass_apply(struct kvt_job * j);                      // after final_m and final_f are set
+// The parts of it. A sub's mass of one query goes to its tokens' figures, and is returned; row r's weights times
+// factors[r*ld_factors] are probabilities.
+float kvt_mass_take_sub(
+    const struct kvt_job * j, int64_t query, size_t sub, bool seen, const float * factors, size_t ld_factors);
+void kvt_mass_take_page(const struct kvt_job * j, size_t page, float total);

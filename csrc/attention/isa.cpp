@@ -7,9 +7,11 @@
 #include "attention-impl.h"
 
 #if defined(__x86_64__)
-#include <cpuid.h>
+#    include <cpuid.h>
 
-struct cpu_features { bool avx2, avx512, avx512vnni; };
+struct cpu_features {
+    bool avx2, avx512, avx512vnni;
+};
 
 static uint64_t saved_by_os(void) {
     uint32_t lo, hi;
@@ -24,8 +26,8 @@ static struct cpu_features detect(void) {
     const bool osxsave = c1 >> 27 & 1, avx = c1 >> 28 & 1, fma = c1 >> 12 & 1, f16c = c1 >> 29 & 1;
     if (!osxsave || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return f;
     const uint64_t xcr0 = saved_by_os();
-    f.avx2       = avx && fma && f16c && (b >> 5 & 1) && (xcr0 & 0x6) == 0x6;
-    f.avx512     = f.avx2 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1) && (xcr0 & 0xe6) == 0xe6;
+    f.avx2 = avx && fma && f16c && (b >> 5 & 1) && (xcr0 & 0x6) == 0x6;
+    f.avx512 = f.avx2 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1) && (xcr0 & 0xe6) == 0xe6;
     f.avx512vnni = f.avx512 && (c >> 11 & 1);
     return f;
 }
@@ -39,8 +41,8 @@ static size_t usable(const struct kvt_kernels ** out) {
 #if defined(__x86_64__)
     static const struct cpu_features f = detect();
     if (f.avx512vnni) out[n++] = &kvt_kernels_avx512vnni;
-    if (f.avx512)     out[n++] = &kvt_kernels_avx512;
-    if (f.avx2)       out[n++] = &kvt_kernels_avx2;
+    if (f.avx512) out[n++] = &kvt_kernels_avx512;
+    if (f.avx2) out[n++] = &kvt_kernels_avx2;
 #elif defined(__aarch64__)
     out[n++] = &kvt_kernels_neon;
 #endif
@@ -57,7 +59,7 @@ static const struct kvt_kernels * find(const char * name) {
     return NULL;
 }
 
-static std::atomic<const struct kvt_kernels *> g_active { NULL };
+static std::atomic<const struct kvt_kernels *> g_active{ NULL };
 
 // NULL when KVTIER_ISA names nothing that runs here
 extern "C" const struct kvt_kernels * kvt_kernels_active(void) {

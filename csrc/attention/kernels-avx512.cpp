@@ -1,17 +1,18 @@
-// AVX-512 F, BW, VL and DQ. Compiled with that instruction set's flags: nothing in here may run before the processor was asked.
+// AVX-512 F, BW, VL and DQ. Compiled with that instruction set's flags: nothing in here may run before the processor
+// was asked.
 #if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)
+#    if defined(__GNUC__) && !defined(__clang__)
 // the compiler's own header leaves don't-care inputs of intrinsics undefined
-#    pragma GCC diagnostic ignored "-Wuninitialized"
-#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include "kernels-common.h"
-#include <immintrin.h>
+#        pragma GCC diagnostic ignored "-Wuninitialized"
+#        pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#    endif
+#    include "kernels-common.h"
+#    include <immintrin.h>
 
 namespace {
-#include "simd-avx512.h"
-#include "kernels-impl.h"
-}
+#    include "kernels-impl.h"
+#    include "simd-avx512.h"
+} // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_avx512 = KVT_KERNELS_TABLE("avx512");
 

@@ -5,49 +5,53 @@
 // ---- decode: scores ----
 
 template <typename LD, int R>
-static void scores_float_rows(const struct kvt_q_rows * q, int r0, const typename LD::elem * k, float * s, size_t ld, const char * next) {
-    enum { NV = width_of(R, SUB_VECS), U = split_of(R*NV), LINES = sizeof(typename LD::elem)*KVT_SUB/64 };
+static void scores_float_rows(
+    const struct kvt_q_rows * q, int r0, const typename LD::elem * k, float * s, size_t ld, const char * next) {
+    enum { NV = width_of(R, SUB_VECS), U = split_of(R * NV), LINES = sizeof(typename LD::elem) * KVT_SUB / 64 };
     const int d_k = q->d_k;
-    const float * qf = q->f + (size_t) r0*d_k;
-    for (int j = 0; j < KVT_SUB; j += NV*VW) {
+    const float * qf = q->f + (size_t) r0 * d_k;
+    for (int j = 0; j < KVT_SUB; j += NV * VW) {
         vf acc[U][R][NV];
-        KVT_UNROLL for (int u = 0; u < U; u++) KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++) acc[u][r][v] = vf_zero();
+        KVT_UNROLL for (int u = 0; u < U; u++) KVT_UNROLL for (int r = 0; r < R; r++)
+            KVT_UNROLL for (int v = 0; v < NV; v++) acc[u][r][v] = vf_zero();
         int c = 0;
         for (; c + U <= d_k; c += U) {
             KVT_UNROLL for (int u = 0; u < U; u++) {
                 vf kv[NV];
-                KVT_UNROLL for (int v = 0; v < NV; v++) kv[v] = LD::load(k + (size_t) (c + u)*KVT_SUB + j + v*VW);
+                KVT_UNROLL for (int v = 0; v < NV; v++) kv[v] = LD::load(k + (size_t) (c + u) * KVT_SUB + j + v * VW);
                 KVT_UNROLL for (int r = 0; r < R; r++) {
-                    const vf x = vf_set1(qf[(size_t) r*d_k + c + u]);
+                    const vf x = vf_set1(qf[(size_t) r * d_k + c + u]);
                     KVT_UNROLL for (int v = 0; v < NV; v++) acc[u][r][v] = vf_fma(x, kv[v], acc[u][r][v]);
                 }
                 if (j == 0) {
-                    KVT_UNROLL for (int i = 0; i < LINES; i++) prefetch(next + ((size_t) (c + u)*LINES + i)*64);
+                    KVT_UNROLL for (int i = 0; i < LINES; i++) prefetch(next + ((size_t) (c + u) * LINES + i) * 64);
                 }
             }
         }
         for (; c < d_k; c++) {
             KVT_UNROLL for (int v = 0; v < NV; v++) {
-                const vf kv = LD::load(k + (size_t) c*KVT_SUB + j + v*VW);
-                KVT_UNROLL for (int r = 0; r < R; r++) acc[0][r][v] = vf_fma(vf_set1(qf[(size_t) r*d_k + c]), kv, acc[0][r][v]);
+                const vf kv = LD::load(k + (size_t) c * KVT_SUB + j + v * VW);
+                KVT_UNROLL for (int r = 0; r < R; r++)
+                    acc[0][r][v] = vf_fma(vf_set1(qf[(size_t) r * d_k + c]), kv, acc[0][r][v]);
             }
         }
         KVT_UNROLL for (int r = 0; r < R; r++) {
             KVT_UNROLL for (int v = 0; v < NV; v++) {
                 vf x = acc[0][r][v];
                 KVT_UNROLL for (int u = 1; u < U; u++) x = vf_add(x, acc[u][r][v]);
-                vf_store(s + r*ld + j + v*VW, x);
+                vf_store(s + r * ld + j + v * VW, x);
             }
         }
     }
 }
 
 template <typename LD>
-static void scores_float(const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
+static void scores_float(
+    const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
     const typename LD::elem * k = (const typename LD::elem *) k_sub;
-    for (int r = 0; r < n_rows; ) {
+    for (int r = 0; r < n_rows;) {
         const int n = min_i(n_rows - r, MAX_ROWS);
-#define CALL(R) scores_float_rows<LD, R>(q, r0 + r, k, s + r*ld, ld, next)
+#define CALL(R) scores_float_rows<LD, R>(q, r0 + r, k, s + r * ld, ld, next)
         KVT_DISPATCH_ROWS(n, CALL)
 #undef CALL
         r += n;
@@ -58,18 +62,18 @@ static void scores_float(const struct kvt_q_rows * q, int r0, int n_rows, const 
 template <typename Q, int R, int NV>
 static inline void dot_group(vi acc[R][NV], const uint8_t * qs, const int32_t * pair, size_t ld_pair) {
     KVT_UNROLL for (int v = 0; v < NV; v++) {
-        const vi x = vi_load(qs + 4*v*VW);
+        const vi x = vi_load(qs + 4 * v * VW);
         if (Q::NIBBLES != 0) {
             const vi a = vi_nibble16<0>(x), b = vi_nibble16<8>(x), c = vi_nibble16<4>(x), d = vi_nibble16<12>(x);
             KVT_UNROLL for (int r = 0; r < R; r++) {
-                const int32_t * p = pair + r*ld_pair;
+                const int32_t * p = pair + r * ld_pair;
                 acc[r][v] = vi_dot16(vi_dot16(acc[r][v], a, vi_set1(p[0])), b, vi_set1(p[1]));
                 acc[r][v] = vi_dot16(vi_dot16(acc[r][v], c, vi_set1(p[8])), d, vi_set1(p[9]));
             }
         } else {
             const vi a = vi_even16(x), b = vi_odd16(x);
             KVT_UNROLL for (int r = 0; r < R; r++) {
-                const int32_t * p = pair + r*ld_pair;
+                const int32_t * p = pair + r * ld_pair;
                 acc[r][v] = vi_dot16(vi_dot16(acc[r][v], a, vi_set1(p[0])), b, vi_set1(p[1]));
             }
         }
@@ -77,50 +81,55 @@ static inline void dot_group(vi acc[R][NV], const uint8_t * qs, const int32_t * 
 }
 
 template <typename Q, int R>
-static void scores_quant_rows(const struct kvt_q_rows * q, int r0, const uint8_t * k, float * s, size_t ld, const char * next) {
-    enum { NV = width_of(2*R, SUB_VECS) };
-    const int n_blocks = q->d_k/32;
-    const size_t ld_pair = (size_t) q->d_k/2;
-    const int32_t * pair = q->pair + r0*ld_pair;
-    const float   * step = q->step + (size_t) r0*n_blocks;
-    const int32_t * sum  = q->sum  + (size_t) r0*n_blocks;
-    for (int j = 0; j < KVT_SUB; j += NV*VW) {
+static void scores_quant_rows(
+    const struct kvt_q_rows * q, int r0, const uint8_t * k, float * s, size_t ld, const char * next) {
+    enum { NV = width_of(2 * R, SUB_VECS) };
+    const int n_blocks = q->d_k / 32;
+    const size_t ld_pair = (size_t) q->d_k / 2;
+    const int32_t * pair = q->pair + r0 * ld_pair;
+    const float * step = q->step + (size_t) r0 * n_blocks;
+    const int32_t * sum = q->sum + (size_t) r0 * n_blocks;
+    for (int j = 0; j < KVT_SUB; j += NV * VW) {
         vf total[R][NV];
         KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++) total[r][v] = vf_zero();
         for (int b = 0; b < n_blocks; b++) {
-            const uint8_t  * block = k + (size_t) b*k_block_bytes<Q>();
-            const uint16_t * d  = (const uint16_t *) block + j;
-            const uint8_t  * qs = block + Q::N_SCALES*2*KVT_SUB + 4*j;
+            const uint8_t * block = k + (size_t) b * k_block_bytes<Q>();
+            const uint16_t * d = (const uint16_t *) block + j;
+            const uint8_t * qs = block + Q::N_SCALES * 2 * KVT_SUB + 4 * j;
             vi acc[R][NV];
-            KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++) acc[r][v] = vi_set1(-Q::OFFSET*sum[r*n_blocks + b]);
+            KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++)
+                acc[r][v] = vi_set1(-Q::OFFSET * sum[r * n_blocks + b]);
             for (int g = 0; g < Q::GROUPS; g++) {
-                dot_group<Q, R, NV>(acc, qs + g*4*KVT_SUB, pair + b*16 + 2*g, ld_pair);
+                dot_group<Q, R, NV>(acc, qs + g * 4 * KVT_SUB, pair + b * 16 + 2 * g, ld_pair);
                 if (j == 0) {
-                    prefetch(next + (size_t) b*k_block_bytes<Q>() + g*128);
-                    prefetch(next + (size_t) b*k_block_bytes<Q>() + g*128 + 64);
+                    prefetch(next + (size_t) b * k_block_bytes<Q>() + g * 128);
+                    prefetch(next + (size_t) b * k_block_bytes<Q>() + g * 128 + 64);
                 }
             }
             KVT_UNROLL for (int v = 0; v < NV; v++) {
-                const vf dv = vf_load_f16(d + v*VW);
+                const vf dv = vf_load_f16(d + v * VW);
                 KVT_UNROLL for (int r = 0; r < R; r++) {
-                    const float f = step[r*n_blocks + b];
+                    const float f = step[r * n_blocks + b];
                     total[r][v] = vf_fma(vf_mul(vi_to_vf(acc[r][v]), vf_set1(f)), dv, total[r][v]);
                     if (Q::N_SCALES == 2) {
-                        total[r][v] = vf_fma(vf_load_f16(d + KVT_SUB + v*VW), vf_set1(f*(float) sum[r*n_blocks + b]), total[r][v]);
+                        total[r][v] = vf_fma(
+                            vf_load_f16(d + KVT_SUB + v * VW), vf_set1(f * (float) sum[r * n_blocks + b]), total[r][v]);
                     }
                 }
             }
         }
-        KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++) vf_store(s + r*ld + j + v*VW, total[r][v]);
+        KVT_UNROLL for (int r = 0; r < R; r++) KVT_UNROLL for (int v = 0; v < NV; v++)
+            vf_store(s + r * ld + j + v * VW, total[r][v]);
     }
 }
 
 template <typename Q>
-static void scores_quant(const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
+static void scores_quant(
+    const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
     const uint8_t * k = (const uint8_t *) k_sub;
-    for (int r = 0; r < n_rows; ) {
+    for (int r = 0; r < n_rows;) {
         const int n = min_i(n_rows - r, MAX_ROWS);
-#define CALL(R) scores_quant_rows<Q, R>(q, r0 + r, k, s + r*ld, ld, next)
+#define CALL(R) scores_quant_rows<Q, R>(q, r0 + r, k, s + r * ld, ld, next)
         KVT_DISPATCH_ROWS(n, CALL)
 #undef CALL
         r += n;
@@ -130,62 +139,61 @@ static void scores_quant(const struct kvt_q_rows * q, int r0, int n_rows, const 
 // ---- decode: values ----
 
 template <typename LD, int R, int NV>
-static inline void accumulate_columns(const float * p, size_t ld, const typename LD::elem * v, int d_v_pad, float * o, const char * next, int lines) {
-    enum { U = split_of(R*NV) };
+static inline void accumulate_columns(
+    const float * p, size_t ld, const typename LD::elem * v, int d_v_pad, float * o, const char * next, int lines) {
+    enum { U = split_of(R * NV) };
     vf acc[U][R][NV];
     KVT_UNROLL for (int r = 0; r < R; r++) {
         KVT_UNROLL for (int i = 0; i < NV; i++) {
-            acc[0][r][i] = vf_load(o + (size_t) r*d_v_pad + i*VW);
+            acc[0][r][i] = vf_load(o + (size_t) r * d_v_pad + i * VW);
             KVT_UNROLL for (int u = 1; u < U; u++) acc[u][r][i] = vf_zero();
         }
     }
     for (int t = 0; t < KVT_SUB; t += U) {
         KVT_UNROLL for (int u = 0; u < U; u++) {
             vf x[NV];
-            KVT_UNROLL for (int i = 0; i < NV; i++) x[i] = LD::load(v + (size_t) (t + u)*d_v_pad + i*VW);
+            KVT_UNROLL for (int i = 0; i < NV; i++) x[i] = LD::load(v + (size_t) (t + u) * d_v_pad + i * VW);
             KVT_UNROLL for (int r = 0; r < R; r++) {
-                const vf w = vf_set1(p[r*ld + t + u]);
+                const vf w = vf_set1(p[r * ld + t + u]);
                 KVT_UNROLL for (int i = 0; i < NV; i++) acc[u][r][i] = vf_fma(w, x[i], acc[u][r][i]);
             }
         }
-        for (int i = 0; i < lines*U; i++) {
-            prefetch(next + ((size_t) t*lines + i)*64);
-        }
+        for (int i = 0; i < lines * U; i++) { prefetch(next + ((size_t) t * lines + i) * 64); }
     }
     KVT_UNROLL for (int r = 0; r < R; r++) {
         KVT_UNROLL for (int i = 0; i < NV; i++) {
             vf x = acc[0][r][i];
             KVT_UNROLL for (int u = 1; u < U; u++) x = vf_add(x, acc[u][r][i]);
-            vf_store(o + (size_t) r*d_v_pad + i*VW, x);
+            vf_store(o + (size_t) r * d_v_pad + i * VW, x);
         }
     }
 }
 
 template <typename LD, int R>
-static void accumulate_float_rows(const float * p, size_t ld, int d_v_pad, const typename LD::elem * v, float * o, const char * next) {
-    enum { N = width_of(R, 8), N2 = N >= 2 ? N/2 : 1, N4 = N >= 4 ? N/4 : 1 };
-    int lines = (int) (d_v_pad*sizeof(typename LD::elem)/64);    // prefetched by the first columns only
+static void accumulate_float_rows(
+    const float * p, size_t ld, int d_v_pad, const typename LD::elem * v, float * o, const char * next) {
+    enum { N = width_of(R, 8), N2 = N >= 2 ? N / 2 : 1, N4 = N >= 4 ? N / 4 : 1 };
+    int lines = (int) (d_v_pad * sizeof(typename LD::elem) / 64); // prefetched by the first columns only
     int c = 0;
-    for (; c + N*VW <= d_v_pad; c += N*VW, lines = 0) {
+    for (; c + N * VW <= d_v_pad; c += N * VW, lines = 0) {
         accumulate_columns<LD, R, N>(p, ld, v + c, d_v_pad, o + c, next, lines);
     }
-    for (; c + N2*VW <= d_v_pad; c += N2*VW, lines = 0) {
+    for (; c + N2 * VW <= d_v_pad; c += N2 * VW, lines = 0) {
         accumulate_columns<LD, R, N2>(p, ld, v + c, d_v_pad, o + c, next, lines);
     }
-    for (; c + N4*VW <= d_v_pad; c += N4*VW, lines = 0) {
+    for (; c + N4 * VW <= d_v_pad; c += N4 * VW, lines = 0) {
         accumulate_columns<LD, R, N4>(p, ld, v + c, d_v_pad, o + c, next, lines);
     }
-    for (; c < d_v_pad; c += VW, lines = 0) {
-        accumulate_columns<LD, R, 1>(p, ld, v + c, d_v_pad, o + c, next, lines);
-    }
+    for (; c < d_v_pad; c += VW, lines = 0) { accumulate_columns<LD, R, 1>(p, ld, v + c, d_v_pad, o + c, next, lines); }
 }
 
 template <typename LD>
-static void accumulate_float(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
+static void accumulate_float(
+    const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
     const typename LD::elem * v = (const typename LD::elem *) v_sub;
-    for (int r = 0; r < n_rows; ) {
+    for (int r = 0; r < n_rows;) {
         const int n = min_i(n_rows - r, MAX_ROWS);
-#define CALL(R) accumulate_float_rows<LD, R>(p + r*ld, ld, d_v_pad, v, o + (size_t) r*d_v_pad, next)
+#define CALL(R) accumulate_float_rows<LD, R>(p + r * ld, ld, d_v_pad, v, o + (size_t) r * d_v_pad, next)
         KVT_DISPATCH_ROWS(n, CALL)
 #undef CALL
         r += n;
@@ -193,25 +201,25 @@ static void accumulate_float(const float * p, size_t ld, int n_rows, int d_v_pad
 }
 
 // channels VW*i.. and 16 + VW*i.. of a token's block of 32, without the scale
-template <typename Q>
-static inline void load_quant_pair(const uint8_t * row, int i, vf * lo, vf * hi) {
+template <typename Q> static inline void load_quant_pair(const uint8_t * row, int i, vf * lo, vf * hi) {
     if (Q::NIBBLES != 0) {
-        vf_load_nibbles(row + i*VW, lo, hi);
+        vf_load_nibbles(row + i * VW, lo, hi);
     } else {
-        *lo = vf_load_i8((const int8_t *) row + i*VW);
-        *hi = vf_load_i8((const int8_t *) row + 16 + i*VW);
+        *lo = vf_load_i8((const int8_t *) row + i * VW);
+        *hi = vf_load_i8((const int8_t *) row + 16 + i * VW);
     }
 }
 
 template <typename Q, int R, int NP>
-static inline void accumulate_block_pairs(const float pd[R][KVT_SUB], const float * constant, const uint8_t * qs, int first, int d_v_pad, float * o, const char * next) {
-    enum { U = split_of(2*R*NP) };
+static inline void accumulate_block_pairs(const float pd[R][KVT_SUB], const float * constant, const uint8_t * qs,
+    int first, int d_v_pad, float * o, const char * next) {
+    enum { U = split_of(2 * R * NP) };
     vf acc[U][R][NP][2];
     KVT_UNROLL for (int r = 0; r < R; r++) {
         KVT_UNROLL for (int i = 0; i < NP; i++) {
             const vf c = vf_set1(constant[r]);
-            acc[0][r][i][0] = vf_add(vf_load(o + (size_t) r*d_v_pad + (first + i)*VW), c);
-            acc[0][r][i][1] = vf_add(vf_load(o + (size_t) r*d_v_pad + 16 + (first + i)*VW), c);
+            acc[0][r][i][0] = vf_add(vf_load(o + (size_t) r * d_v_pad + (first + i) * VW), c);
+            acc[0][r][i][1] = vf_add(vf_load(o + (size_t) r * d_v_pad + 16 + (first + i) * VW), c);
             KVT_UNROLL for (int u = 1; u < U; u++) acc[u][r][i][0] = acc[u][r][i][1] = vf_zero();
         }
     }
@@ -219,7 +227,7 @@ static inline void accumulate_block_pairs(const float pd[R][KVT_SUB], const floa
         KVT_UNROLL for (int u = 0; u < U; u++) {
             KVT_UNROLL for (int i = 0; i < NP; i++) {
                 vf lo, hi;
-                load_quant_pair<Q>(qs + (size_t) (t + u)*Q::V_ROW, first + i, &lo, &hi);
+                load_quant_pair<Q>(qs + (size_t) (t + u) * Q::V_ROW, first + i, &lo, &hi);
                 KVT_UNROLL for (int r = 0; r < R; r++) {
                     const vf w = vf_set1(pd[r][t + u]);
                     acc[u][r][i][0] = vf_fma(w, lo, acc[u][r][i][0]);
@@ -227,9 +235,9 @@ static inline void accumulate_block_pairs(const float pd[R][KVT_SUB], const floa
                 }
             }
         }
-        if (first == 0 && t*Q::V_ROW % 64 == 0) {
-            prefetch(next + t*Q::V_ROW);
-            if (U*Q::V_ROW > 64) prefetch(next + t*Q::V_ROW + 64);
+        if (first == 0 && t * Q::V_ROW % 64 == 0) {
+            prefetch(next + t * Q::V_ROW);
+            if (U * Q::V_ROW > 64) prefetch(next + t * Q::V_ROW + 64);
         }
     }
     KVT_UNROLL for (int r = 0; r < R; r++) {
@@ -238,43 +246,46 @@ static inline void accumulate_block_pairs(const float pd[R][KVT_SUB], const floa
                 acc[0][r][i][0] = vf_add(acc[0][r][i][0], acc[u][r][i][0]);
                 acc[0][r][i][1] = vf_add(acc[0][r][i][1], acc[u][r][i][1]);
             }
-            vf_store(o + (size_t) r*d_v_pad + (first + i)*VW, acc[0][r][i][0]);
-            vf_store(o + (size_t) r*d_v_pad + 16 + (first + i)*VW, acc[0][r][i][1]);
+            vf_store(o + (size_t) r * d_v_pad + (first + i) * VW, acc[0][r][i][0]);
+            vf_store(o + (size_t) r * d_v_pad + 16 + (first + i) * VW, acc[0][r][i][1]);
         }
     }
 }
 
 template <typename Q, int R>
-static void accumulate_quant_rows(const float * p, size_t ld, int d_v_pad, const uint8_t * v, float * o, const char * next) {
-    enum { PAIRS = 16/VW, NP = width_of(2*R, PAIRS) };
-    for (int b = 0; b < d_v_pad/32; b++) {
-        const uint8_t  * block = v + (size_t) b*v_block_bytes<Q>();
-        const uint16_t * d  = (const uint16_t *) block;
-        const uint8_t  * qs = block + Q::N_SCALES*2*KVT_SUB;
+static void accumulate_quant_rows(
+    const float * p, size_t ld, int d_v_pad, const uint8_t * v, float * o, const char * next) {
+    enum { PAIRS = 16 / VW, NP = width_of(2 * R, PAIRS) };
+    for (int b = 0; b < d_v_pad / 32; b++) {
+        const uint8_t * block = v + (size_t) b * v_block_bytes<Q>();
+        const uint16_t * d = (const uint16_t *) block;
+        const uint8_t * qs = block + Q::N_SCALES * 2 * KVT_SUB;
         float pd[R][KVT_SUB], constant[R];
         KVT_UNROLL for (int r = 0; r < R; r++) {
             vf sum = vf_zero();
             KVT_UNROLL for (int j = 0; j < KVT_SUB; j += VW) {
-                const vf w = vf_load(p + r*ld + j);
+                const vf w = vf_load(p + r * ld + j);
                 const vf x = vf_mul(w, vf_load_f16(d + j));
                 vf_store(pd[r] + j, x);
-                if (Q::OFFSET != 0)    sum = vf_add(sum, x);
+                if (Q::OFFSET != 0) sum = vf_add(sum, x);
                 if (Q::N_SCALES == 2) sum = vf_fma(w, vf_load_f16(d + KVT_SUB + j), sum);
             }
-            constant[r] = Q::OFFSET != 0 ? -(float) Q::OFFSET*vf_hsum(sum) : Q::N_SCALES == 2 ? vf_hsum(sum) : 0.0f;
+            constant[r] = Q::OFFSET != 0 ? -(float) Q::OFFSET * vf_hsum(sum) : Q::N_SCALES == 2 ? vf_hsum(sum) : 0.0f;
         }
         for (int i = 0; i < PAIRS; i += NP) {
-            accumulate_block_pairs<Q, R, NP>(pd, constant, qs, i, d_v_pad, o + b*32, next + (size_t) b*v_block_bytes<Q>());
+            accumulate_block_pairs<Q, R, NP>(
+                pd, constant, qs, i, d_v_pad, o + b * 32, next + (size_t) b * v_block_bytes<Q>());
         }
     }
 }
 
 template <typename Q>
-static void accumulate_quant(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
+static void accumulate_quant(
+    const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
     const uint8_t * v = (const uint8_t *) v_sub;
-    for (int r = 0; r < n_rows; ) {
+    for (int r = 0; r < n_rows;) {
         const int n = min_i(n_rows - r, MAX_ROWS);
-#define CALL(R) accumulate_quant_rows<Q, R>(p + r*ld, ld, d_v_pad, v, o + (size_t) r*d_v_pad, next)
+#define CALL(R) accumulate_quant_rows<Q, R>(p + r * ld, ld, d_v_pad, v, o + (size_t) r * d_v_pad, next)
         KVT_DISPATCH_ROWS(n, CALL)
 #undef CALL
         r += n;

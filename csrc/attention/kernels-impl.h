@@ -19,34 +19,51 @@ static constexpr int min_i(int a, int b) { return a < b ? a : b; }
 static constexpr int split_of(int n_acc) { return n_acc >= 8 ? 1 : n_acc >= 4 ? 2 : 4; }
 // largest power of two of vectors, at most `most`, that leaves n_rows of them in registers
 static constexpr int width_of(int n_rows, int most) {
-    return most <= 1 || n_rows*most <= V_MAX_ACC ? most : width_of(n_rows, most/2);
+    return most <= 1 || n_rows * most <= V_MAX_ACC ? most : width_of(n_rows, most / 2);
 }
 
-enum { SUB_VECS = KVT_SUB/VW, MAX_ROWS = V_MAX_ACC >= 16 ? 8 : V_MAX_ACC >= 12 ? 6 : 4 };
+enum { SUB_VECS = KVT_SUB / VW, MAX_ROWS = V_MAX_ACC >= 16 ? 8 : V_MAX_ACC >= 12 ? 6 : 4 };
 
 // calls F<R>::run(args...) for the compile-time R equal to n
-#define KVT_DISPATCH_ROWS(n, CALL)                            \
-    switch (n) {                                              \
-        case 1: CALL(1); break;                               \
-        case 2: CALL(2); break;                               \
-        case 3: CALL(3); break;                               \
-        case 4: CALL(4); break;                               \
-        case 5: CALL(min_i(5, MAX_ROWS)); break;              \
-        case 6: CALL(min_i(6, MAX_ROWS)); break;              \
-        case 7: CALL(min_i(7, MAX_ROWS)); break;              \
-        default: CALL(min_i(8, MAX_ROWS)); break;             \
+#define KVT_DISPATCH_ROWS(n, CALL)                                                                                     \
+    switch (n) {                                                                                                       \
+        case 1: CALL(1); break;                                                                                        \
+        case 2: CALL(2); break;                                                                                        \
+        case 3: CALL(3); break;                                                                                        \
+        case 4: CALL(4); break;                                                                                        \
+        case 5: CALL(min_i(5, MAX_ROWS)); break;                                                                       \
+        case 6: CALL(min_i(6, MAX_ROWS)); break;                                                                       \
+        case 7: CALL(min_i(7, MAX_ROWS)); break;                                                                       \
+        default: CALL(min_i(8, MAX_ROWS)); break;                                                                      \
     }
 
-struct load_f32  { typedef float    elem; static inline vf load(const elem * p) { return vf_load(p); } };
-struct load_f16  { typedef uint16_t elem; static inline vf load(const elem * p) { return vf_load_f16(p); } };
-struct load_bf16 { typedef uint16_t elem; static inline vf load(const elem * p) { return vf_load_bf16(p); } };
+struct load_f32 {
+    typedef float elem;
+    static inline vf load(const elem * p) { return vf_load(p); }
+};
+struct load_f16 {
+    typedef uint16_t elem;
+    static inline vf load(const elem * p) { return vf_load_f16(p); }
+};
+struct load_bf16 {
+    typedef uint16_t elem;
+    static inline vf load(const elem * p) { return vf_load_bf16(p); }
+};
 
 // What differs between the quantized formats: where a block's parts are, and the constant to subtract or add.
-struct quant_q8_0 { enum { N_SCALES = 1, K_QS = 1024, V_ROW = 32, GROUPS = 8, NIBBLES = 0, OFFSET = 0 }; };
-struct quant_q4_0 { enum { N_SCALES = 1, K_QS = 512,  V_ROW = 16, GROUPS = 4, NIBBLES = 1, OFFSET = 8 }; };
-struct quant_q4_1 { enum { N_SCALES = 2, K_QS = 512,  V_ROW = 16, GROUPS = 4, NIBBLES = 1, OFFSET = 0 }; };
-template <typename Q> static constexpr int k_block_bytes(void) { return Q::N_SCALES*2*KVT_SUB + Q::K_QS; }
-template <typename Q> static constexpr int v_block_bytes(void) { return Q::N_SCALES*2*KVT_SUB + Q::V_ROW*KVT_SUB; }
+struct quant_q8_0 {
+    enum { N_SCALES = 1, K_QS = 1024, V_ROW = 32, GROUPS = 8, NIBBLES = 0, OFFSET = 0 };
+};
+struct quant_q4_0 {
+    enum { N_SCALES = 1, K_QS = 512, V_ROW = 16, GROUPS = 4, NIBBLES = 1, OFFSET = 8 };
+};
+struct quant_q4_1 {
+    enum { N_SCALES = 2, K_QS = 512, V_ROW = 16, GROUPS = 4, NIBBLES = 1, OFFSET = 0 };
+};
+template <typename Q> static constexpr int k_block_bytes(void) { return Q::N_SCALES * 2 * KVT_SUB + Q::K_QS; }
+template <typename Q> static constexpr int v_block_bytes(void) {
+    return Q::N_SCALES * 2 * KVT_SUB + Q::V_ROW * KVT_SUB;
+}
 
 #include "kernels-decode.h"
 #include "kernels-prefill.h"
@@ -56,12 +73,12 @@ template <typename Q> static constexpr int v_block_bytes(void) { return Q::N_SCA
 
 // tanh(x) = 1 - 2/(e^2x + 1): an absolute error of a few 1e-8, which is what counts in an exponent
 static void softcap(float * s, size_t ld, int n_rows, int n_tokens, float cap) {
-    const vf one = vf_set1(1.0f), two = vf_set1(2.0f), f = vf_set1(2*KVT_LN2_INV), most = vf_set1(60.0f);
+    const vf one = vf_set1(1.0f), two = vf_set1(2.0f), f = vf_set1(2 * KVT_LN2_INV), most = vf_set1(60.0f);
     for (int r = 0; r < n_rows; r++) {
         for (int t = 0; t < n_tokens; t += VW) {
-            const vf x = vf_mul(vf_load(s + r*ld + t), f);
-            const vf e = vf_exp2(vf_sub(most, vf_max(vf_sub(most, x), vf_zero())));   // min(x, 60)
-            vf_store(s + r*ld + t, vf_mul(vf_set1(cap), vf_sub(one, vf_div(two, vf_add(e, one)))));
+            const vf x = vf_mul(vf_load(s + r * ld + t), f);
+            const vf e = vf_exp2(vf_sub(most, vf_max(vf_sub(most, x), vf_zero()))); // min(x, 60)
+            vf_store(s + r * ld + t, vf_mul(vf_set1(cap), vf_sub(one, vf_div(two, vf_add(e, one)))));
         }
     }
 }
@@ -101,8 +118,8 @@ static void move_reference(const float * s, int n_tokens, const struct kvt_row_s
     const float most = vf_hmax(mx), m = st->m[r];
     if (m != -INFINITY) {
         const float f = exp2_scalar(m - most);
-        scale(st->l + (size_t) r*KVT_SUM_LANES, KVT_SUM_LANES, f);
-        scale(st->o + (size_t) r*st->d_v_pad, st->d_v_pad, f);
+        scale(st->l + (size_t) r * KVT_SUM_LANES, KVT_SUM_LANES, f);
+        scale(st->o + (size_t) r * st->d_v_pad, st->d_v_pad, f);
     }
     st->m[r] = most;
 }
@@ -112,30 +129,30 @@ template <int R, int N>
 static inline void softmax_rows(float * s, size_t ld, int n_tokens, const struct kvt_row_state * st, int r0) {
     vf ref[R], sum[R];
     KVT_UNROLL for (int r = 0; r < R; r++) {
-        float * row = s + r*ld;
+        float * row = s + r * ld;
         const vf limit = vf_set1(st->m[r0 + r] + 8.0f);
         vf mx = vf_load(row);
         for (int t = VW; t < n_tokens; t += VW) mx = vf_max(mx, vf_load(row + t));
         if (vf_any_gt(mx, limit)) move_reference(row, n_tokens, st, r0 + r);
         ref[r] = vf_set1(st->m[r0 + r] == -INFINITY ? 0.0f : st->m[r0 + r]);
-        sum[r] = vf_load(st->l + (size_t) (r0 + r)*KVT_SUM_LANES);
+        sum[r] = vf_load(st->l + (size_t) (r0 + r) * KVT_SUM_LANES);
     }
-    for (int t = 0; t < n_tokens; t += N*VW) {
+    for (int t = 0; t < n_tokens; t += N * VW) {
         KVT_UNROLL for (int r = 0; r < R; r++) {
             KVT_UNROLL for (int v = 0; v < N; v++) {
-                const vf p = vf_exp2(vf_sub(vf_load(s + r*ld + t + v*VW), ref[r]));
-                vf_store(s + r*ld + t + v*VW, p);
+                const vf p = vf_exp2(vf_sub(vf_load(s + r * ld + t + v * VW), ref[r]));
+                vf_store(s + r * ld + t + v * VW, p);
                 sum[r] = vf_add(sum[r], p);
             }
         }
     }
-    KVT_UNROLL for (int r = 0; r < R; r++) vf_store(st->l + (size_t) (r0 + r)*KVT_SUM_LANES, sum[r]);
+    KVT_UNROLL for (int r = 0; r < R; r++) vf_store(st->l + (size_t) (r0 + r) * KVT_SUM_LANES, sum[r]);
 }
 
 static void softmax(float * s, size_t ld, int n_rows, int n_tokens, const struct kvt_row_state * st) {
     int r = 0;
-    for (; r + 3 <= n_rows; r += 3) softmax_rows<3, 2>(s + r*ld, ld, n_tokens, st, r);
-    for (; r < n_rows; r++)         softmax_rows<1, 2>(s + r*ld, ld, n_tokens, st, r);
+    for (; r + 3 <= n_rows; r += 3) softmax_rows<3, 2>(s + r * ld, ld, n_tokens, st, r);
+    for (; r < n_rows; r++) softmax_rows<1, 2>(s + r * ld, ld, n_tokens, st, r);
 }
 
 static void mass_factors(float * m, size_t n, float last_m, float f) {
@@ -146,7 +163,7 @@ static void mass_factors(float * m, size_t n, float last_m, float f) {
 static void mass_sub(const float * p, size_t ld, int n_rows, const float * f, float * out) {
     KVT_UNROLL for (int t = 0; t < KVT_SUB; t += VW) {
         vf acc = vf_zero();
-        for (int r = 0; r < n_rows; r++) acc = vf_fma(vf_set1(f[r]), vf_load(p + r*ld + t), acc);
+        for (int r = 0; r < n_rows; r++) acc = vf_fma(vf_set1(f[r]), vf_load(p + r * ld + t), acc);
         vf_store(out + t, vf_add(vf_load(out + t), acc));
     }
 }
@@ -163,27 +180,42 @@ static float mass_update(float * mean, float * max, const float * x, size_t n, f
     }
     float total = vf_hsum(sum);
     for (; i < n; i++) {
-        mean[i] = decay*mean[i] + (1.0f - decay)*x[i];
-        max[i]  = x[i] > max[i] ? x[i] : max[i];
-        total  += x[i];
+        mean[i] = decay * mean[i] + (1.0f - decay) * x[i];
+        max[i] = x[i] > max[i] ? x[i] : max[i];
+        total += x[i];
     }
     return total;
 }
 
-#define KVT_KERNELS_TABLE(isa)                                                                                          \
-    {                                                                                                                   \
-        isa,                                                                                                            \
-        { scores_float<load_f32>, scores_float<load_f16>, scores_float<load_bf16>,                                      \
-          scores_quant<quant_q8_0>, scores_quant<quant_q4_0>, scores_quant<quant_q4_1> },                               \
-        { accumulate_float<load_f32>, accumulate_float<load_f16>, accumulate_float<load_bf16>,                          \
-          accumulate_quant<quant_q8_0>, accumulate_quant<quant_q4_0>, accumulate_quant<quant_q4_1> },                   \
-        { load_k_float<load_f32>, load_k_float<load_f16>, load_k_float<load_bf16>,                                      \
-          load_k_quant<quant_q8_0>, load_k_quant<quant_q4_0>, load_k_quant<quant_q4_1> },                               \
-        { load_v_float<load_f32>, load_v_float<load_f16>, load_v_float<load_bf16>,                                      \
-          load_v_quant<quant_q8_0>, load_v_quant<quant_q4_0>, load_v_quant<quant_q4_1> },                               \
-        transpose, gemm_scores, gemm_accumulate, softcap, mask_add, softmax, scale, add_scaled, mass_factors, mass_sub,          \
-        mass_update,                                                                                                     \
-        row_max, weigh_sub, sums_below, sums_below_subs, pick, sums_unpicked, bound_sums,                                 \
-        { accumulate_some_float<load_f32>, accumulate_some_float<load_f16>, accumulate_some_float<load_bf16>,            \
-          accumulate_some_quant<quant_q8_0>, accumulate_some_quant<quant_q4_0>, accumulate_some_quant<quant_q4_1> },     \
+#define KVT_KERNELS_TABLE(isa)                                                                                         \
+    {                                                                                                                  \
+        isa,                                                                                                           \
+        { scores_float<load_f32>, scores_float<load_f16>, scores_float<load_bf16>, scores_quant<quant_q8_0>,           \
+            scores_quant<quant_q4_0>, scores_quant<quant_q4_1> },                                                      \
+        { accumulate_float<load_f32>, accumulate_float<load_f16>, accumulate_float<load_bf16>,                         \
+            accumulate_quant<quant_q8_0>, accumulate_quant<quant_q4_0>, accumulate_quant<quant_q4_1> },                \
+        { load_k_float<load_f32>, load_k_float<load_f16>, load_k_float<load_bf16>, load_k_quant<quant_q8_0>,           \
+            load_k_quant<quant_q4_0>, load_k_quant<quant_q4_1> },                                                      \
+        { load_v_float<load_f32>, load_v_float<load_f16>, load_v_float<load_bf16>, load_v_quant<quant_q8_0>,           \
+            load_v_quant<quant_q4_0>, load_v_quant<quant_q4_1> },                                                      \
+        transpose,                                                                                                     \
+        gemm_scores,                                                                                                   \
+        gemm_accumulate,                                                                                               \
+        softcap,                                                                                                       \
+        mask_add,                                                                                                      \
+        softmax,                                                                                                       \
+        scale,                                                                                                         \
+        add_scaled,                                                                                                    \
+        mass_factors,                                                                                                  \
+        mass_sub,                                                                                                      \
+        mass_update,                                                                                                   \
+        row_max,                                                                                                       \
+        weigh_sub,                                                                                                     \
+        sums_below,                                                                                                    \
+        sums_below_subs,                                                                                               \
+        pick,                                                                                                          \
+        sums_unpicked,                                                                                                 \
+        bound_sums,                                                                                                    \
+        { accumulate_some_float<load_f32>, accumulate_some_float<load_f16>, accumulate_some_float<load_bf16>,          \
+            accumulate_some_quant<quant_q8_0>, accumulate_some_quant<quant_q4_0>, accumulate_some_quant<quant_q4_1> }, \
     }

@@ -8,28 +8,28 @@
 
 #include "attention.h"
 
-#define KVT_ROW_GROUP   12    // rows of a prefill micro-kernel call
-#define KVT_TILE_SUBS   4     // subs of a prefill tile
-#define KVT_TILE_TOKENS (KVT_TILE_SUBS*KVT_SUB)
-#define KVT_DECODE_ROWS 16    // up to so many rows per KV head take the decode path
+#define KVT_ROW_GROUP   12 // rows of a prefill micro-kernel call
+#define KVT_TILE_SUBS   4  // subs of a prefill tile
+#define KVT_TILE_TOKENS (KVT_TILE_SUBS * KVT_SUB)
+#define KVT_DECODE_ROWS 16 // up to so many rows per KV head take the decode path
 
-// Rows of one KV head, scaled. The 16-bit form serves quantized keys: per block of 32 channels q = step*q16, stored as pairs
-// for a dot product over int32 lanes: pair[2g] = channels (4g, 4g+2), pair[2g+1] = channels (4g+1, 4g+3) of the block.
-// |q16| <= 32767, so a block's dot product with int8 fits in int32.
+// Rows of one KV head, scaled. The 16-bit form serves quantized keys: per block of 32 channels q = step*q16, stored as
+// pairs for a dot product over int32 lanes: pair[2g] = channels (4g, 4g+2), pair[2g+1] = channels (4g+1, 4g+3) of the
+// block. |q16| <= 32767, so a block's dot product with int8 fits in int32.
 struct kvt_q_rows {
-    const float   * f;      // [n_rows][d_k]
-    const int32_t * pair;   // [n_rows][d_k/2]
-    const float   * step;   // [n_rows][d_k/32]
-    const int32_t * sum;    // [n_rows][d_k/32] sum of q16
-    int32_t         d_k;
+    const float * f;      // [n_rows][d_k]
+    const int32_t * pair; // [n_rows][d_k/2]
+    const float * step;   // [n_rows][d_k/32]
+    const int32_t * sum;  // [n_rows][d_k/32] sum of q16
+    int32_t d_k;
 };
 
-#define KVT_SUM_LANES 16      // a row's running sum is kept in lanes and added up at the end
+#define KVT_SUM_LANES 16 // a row's running sum is kept in lanes and added up at the end
 // Running softmax of some rows: reference exponent, sum and unnormalised output relative to it.
 struct kvt_row_state {
-    float * m;      // [n_rows], -INFINITY before the first visible token
-    float * l;      // [n_rows][KVT_SUM_LANES]
-    float * o;      // [n_rows][d_v_pad]
+    float * m; // [n_rows], -INFINITY before the first visible token
+    float * l; // [n_rows][KVT_SUM_LANES]
+    float * o; // [n_rows][d_v_pad]
     int32_t d_v_pad;
 };
 
@@ -38,21 +38,23 @@ struct kvt_kernels {
 
     // decode, per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1, as many as there are.
     // `next` is memory to prefetch while reading (as long as what is read); any readable address.
-    void (*scores[KVT_FORMAT_COUNT])(const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next);
+    void (*scores[KVT_FORMAT_COUNT])(
+        const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next);
     // o[r*d_v_pad + c] += sum over the sub's tokens of p[r*ld + t] * V[t][c]
-    void (*accumulate[KVT_FORMAT_COUNT])(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next);
+    void (*accumulate[KVT_FORMAT_COUNT])(
+        const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next);
 
     // prefill: tiles to F32. k: [d_k][32]; v: [32][d_v_pad]
     void (*load_k[KVT_FORMAT_COUNT])(const void * k_sub, int d_k, float * out);
     void (*load_v[KVT_FORMAT_COUNT])(const void * v_sub, int d_v_pad, float * out);
-    void (*transpose)(const float * k_tile, int d, int d_pad, float * v_tile);   // [d][32] to [32][d_pad], zeros behind d
+    void (*transpose)(const float * k_tile, int d, int d_pad, float * v_tile); // [d][32] to [32][d_pad], zeros behind d
     // KVT_ROW_GROUP rows: s[r*ld + t] = q . K over one sub; q_pack is [d_k][KVT_ROW_GROUP]
     void (*gemm_scores)(const float * q_pack, const float * k_tile, int d_k, float * s, size_t ld);
     // KVT_ROW_GROUP rows: o[r*d_v_pad + c] += sum over n_tokens of p[r*ld + t] * v_tile[t*d_v_pad + c]
     void (*gemm_accumulate)(const float * p, size_t ld, int n_tokens, const float * v_tile, int d_v_pad, float * o);
 
     // both
-    void (*softcap)(float * s, size_t ld, int n_rows, int n_tokens, float cap);  // s = cap*tanh(s)
+    void (*softcap)(float * s, size_t ld, int n_rows, int n_tokens, float cap); // s = cap*tanh(s)
     // one row of one sub: s[t] += slope*mask[t]; -inf where the mask is -inf and from n_valid on. mask may be NULL
     void (*mask_add)(float * s, const uint16_t * mask, float slope, int n_valid);
     // s becomes 2^(s - m) with the rows' (possibly moved) reference exponents, l and o are brought up to date
@@ -71,19 +73,24 @@ struct kvt_kernels {
     // bounded recall: rows of scores or weights, n a multiple of 32
     float (*row_max)(const float * s, size_t n);
     // one sub: row r's scores become 2^min(s - m[r], 126), sums[r] their sum
-    void  (*weigh_sub)(float * s, size_t ld, int n_rows, const float * m, float * sums);
-    void  (*sums_below)(const float * p, size_t n, const float * t, float * out);       // out[i] += sum of the p < t[i], 4 of them
+    void (*weigh_sub)(float * s, size_t ld, int n_rows, const float * m, float * sums);
+    void (*sums_below)(
+        const float * p, size_t n, const float * t, float * out); // out[i] += sum of the p < t[i], 4 of them
     // the same over subs[0], subs[stride], ...: sub s has the weights p[32*s] ..
-    void  (*sums_below_subs)(const float * p, const uint32_t * subs, size_t n, size_t stride, const float * t, float * out);
+    void (*sums_below_subs)(
+        const float * p, const uint32_t * subs, size_t n, size_t stride, const float * t, float * out);
     // one sub: bit t is set where some row's weight reaches its threshold
     uint32_t (*pick)(const float * p, size_t ld, int n_rows, const float * thresholds);
     // one sub: out[r] = what row r weighs where picked has no bit
     void (*sums_unpicked)(const float * p, size_t ld, int n_rows, uint32_t picked, float * out);
-    // over n subs, n a multiple of 32, of which a row weighs weight[s] and leaves out left[s]: each weight can be off by up to the
-    // factor 2^e, e = sum over n_blocks of q_norm[b]*errors[b*ld + s]. *most: of what is left out; *least: of what is not
-    void  (*bound_sums)(const float * weight, const float * left, size_t n, const float * errors, size_t ld, const float * q_norm, int n_blocks, float * most, float * least);
+    // over n subs, n a multiple of 32, of which a row weighs weight[s] and leaves out left[s]: each weight can be off
+    // by up to the factor 2^e, e = sum over n_blocks of q_norm[b]*errors[b*ld + s]. *most: of what is left out; *least:
+    // of what is not
+    void (*bound_sums)(const float * weight, const float * left, size_t n, const float * errors, size_t ld,
+        const float * q_norm, int n_blocks, float * most, float * least);
     // as accumulate, of the picked tokens only
-    void (*accumulate_some[KVT_FORMAT_COUNT])(const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, uint32_t picked, float * o);
+    void (*accumulate_some[KVT_FORMAT_COUNT])(
+        const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, uint32_t picked, float * o);
 };
 
 #ifdef __cplusplus

@@ -3,20 +3,20 @@
 // F32 vectors of 8 lanes on AVX2, FMA and F16C. Included inside the unnamed namespace of an ISA file only.
 
 enum { VW = 8, V_MAX_ACC = 12 };
-typedef __m256  vf;
+typedef __m256 vf;
 typedef __m256i vi;
 
-static inline vf   vf_zero(void)               { return _mm256_setzero_ps(); }
-static inline vf   vf_set1(float x)            { return _mm256_set1_ps(x); }
-static inline vf   vf_load(const float * p)    { return _mm256_loadu_ps(p); }
-static inline void vf_store(float * p, vf v)   { _mm256_storeu_ps(p, v); }
-static inline vf   vf_add(vf a, vf b)          { return _mm256_add_ps(a, b); }
-static inline vf   vf_sub(vf a, vf b)          { return _mm256_sub_ps(a, b); }
-static inline vf   vf_mul(vf a, vf b)          { return _mm256_mul_ps(a, b); }
-static inline vf   vf_div(vf a, vf b)          { return _mm256_div_ps(a, b); }
-static inline vf   vf_max(vf a, vf b)          { return _mm256_max_ps(a, b); }
-static inline vf   vf_fma(vf a, vf b, vf c)    { return _mm256_fmadd_ps(a, b, c); }
-static inline bool vf_any_gt(vf a, vf b)        { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+static inline vf vf_zero(void) { return _mm256_setzero_ps(); }
+static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
+static inline vf vf_load(const float * p) { return _mm256_loadu_ps(p); }
+static inline void vf_store(float * p, vf v) { _mm256_storeu_ps(p, v); }
+static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline bool vf_any_gt(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 static inline float vf_hmax(vf v) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -33,7 +33,7 @@ static inline vf vf_keep_lt(vf x, vf t) { return _mm256_and_ps(_mm256_cmp_ps(x, 
 // bit i: lane i of x is at least t's
 static inline uint32_t vf_bits_ge(vf x, vf t) { return (uint32_t) _mm256_movemask_ps(_mm256_cmp_ps(x, t, _CMP_GE_OQ)); }
 
-static inline vf vf_load_f16(const uint16_t * p)  { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
+static inline vf vf_load_f16(const uint16_t * p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
 static inline vf vf_load_bf16(const uint16_t * p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16));
 }
@@ -66,14 +66,18 @@ static inline vf vf_mask_add(vf s, vf slope, vf m) {
     return _mm256_blendv_ps(vf_fma(slope, m, s), _mm256_set1_ps(-INFINITY), dead);
 }
 
-static inline vi   vi_load(const void * p)     { return _mm256_loadu_si256((const __m256i *) p); }
-static inline vi   vi_set1(int32_t x)          { return _mm256_set1_epi32(x); }
-static inline vf   vi_to_vf(vi v)              { return _mm256_cvtepi32_ps(v); }
-static inline vi   vi_even16(vi x)             { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); } // bytes 0 and 2 of each lane
-static inline vi   vi_odd16(vi x)              { return _mm256_srai_epi16(x, 8); }                       // bytes 1 and 3
-template <int SHIFT> static inline vi vi_nibble16(vi x) { return _mm256_and_si256(_mm256_srli_epi16(x, SHIFT), _mm256_set1_epi16(15)); }
+static inline vi vi_load(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
+static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+static inline vf vi_to_vf(vi v) { return _mm256_cvtepi32_ps(v); }
+static inline vi vi_even16(vi x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); } // bytes 0 and 2 of each lane
+static inline vi vi_odd16(vi x) { return _mm256_srai_epi16(x, 8); }                        // bytes 1 and 3
+template <int SHIFT> static inline vi vi_nibble16(vi x) {
+    return _mm256_and_si256(_mm256_srli_epi16(x, SHIFT), _mm256_set1_epi16(15));
+}
 // byte J of each lane, sign-extended
-template <int J> static inline vi vi_byte(vi x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8*J), 24); }
+template <int J> static inline vi vi_byte(vi x) { return _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * J), 24); }
 // a nibble of each lane
-template <int SHIFT> static inline vi vi_nibble32(vi x) { return _mm256_and_si256(_mm256_srli_epi32(x, SHIFT), _mm256_set1_epi32(15)); }
+template <int SHIFT> static inline vi vi_nibble32(vi x) {
+    return _mm256_and_si256(_mm256_srli_epi32(x, SHIFT), _mm256_set1_epi32(15));
+}
 static inline vi vi_dot16(vi acc, vi a, vi b) { return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)); }

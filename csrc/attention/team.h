@@ -21,13 +21,9 @@ static inline void kvt_team_run(int n_threads, kvt_team_fn fn, void * arg) {
     }
 #if defined(KVT_TEAM_STD_THREADS)
     std::vector<std::thread> others;
-    for (int i = 1; i < n_threads; i++) {
-        others.emplace_back(fn, arg, i, n_threads);
-    }
+    for (int i = 1; i < n_threads; i++) { others.emplace_back(fn, arg, i, n_threads); }
     fn(arg, 0, n_threads);
-    for (std::thread & t : others) {
-        t.join();
-    }
+    for (std::thread& t : others) { t.join(); }
 #elif defined(_OPENMP)
 #    pragma omp parallel num_threads(n_threads)
     fn(arg, omp_get_thread_num(), omp_get_num_threads());

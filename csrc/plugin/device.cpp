@@ -24,7 +24,7 @@
 
 struct backend_context {
     kvt_flash_attn attention;
-    kvt_fallback   fallback;
+    kvt_fallback fallback;
 };
 
 //
@@ -32,14 +32,16 @@ struct backend_context {
 //
 
 static bool is_view_op(enum ggml_op op) {
-    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+    return op == GGML_OP_NONE || op == GGML_OP_RESHAPE || op == GGML_OP_VIEW || op == GGML_OP_PERMUTE ||
+        op == GGML_OP_TRANSPOSE;
 }
 
-// Caches and states: whatever touches them has to run here, or the scheduler aborts. A dry run's tensors have no address
-// yet and share a buffer of size zero with the weights that the loader asks about; only the latter have dotted names.
+// Caches and states: whatever touches them has to run here, or the scheduler aborts. A dry run's tensors have no
+// address yet and share a buffer of size zero with the weights that the loader asks about; only the latter have dotted
+// names.
 static bool lives_in_cache(const ggml_tensor * t) {
-    const ggml_tensor *         root = t->view_src ? t->view_src : t;
-    const ggml_backend_buffer_t dry  = root->buffer ? root->buffer : t->buffer;
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    const ggml_backend_buffer_t dry = root->buffer ? root->buffer : t->buffer;
     if (dry && dry->size == 0 && dry->buft == kvt_buffer_type()) {
         return root->op == GGML_OP_NONE && !strchr(root->name, '.');
     }
@@ -48,33 +50,25 @@ static bool lives_in_cache(const ggml_tensor * t) {
 }
 
 static bool touches_cache(const ggml_tensor * op) {
-    if (lives_in_cache(op)) {
-        return true;
-    }
+    if (lives_in_cache(op)) { return true; }
     for (int i = 0; i < GGML_MAX_SRC; i++) {
-        if (op->src[i] && lives_in_cache(op->src[i])) {
-            return true;
-        }
+        if (op->src[i] && lives_in_cache(op->src[i])) { return true; }
     }
     return false;
 }
 
 static bool is_native(const ggml_tensor * op) {
-    return (op->op == GGML_OP_SET_ROWS       && kvt_set_rows_supported(op))
-        || (op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op));
+    return (op->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(op)) ||
+        (op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op));
 }
 
 // 0 or a negative kvt_error
 static int compute_node(backend_context * ctx, ggml_tensor * node) {
-    if (node->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(node)) {
-        return kvt_set_rows(node);
-    }
+    if (node->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(node)) { return kvt_set_rows(node); }
     if (node->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(node)) {
-        bool      native = true;
-        const int rc     = ctx->attention.compute(node, &native);
-        if (rc != KVT_OK || native) {
-            return rc;
-        }
+        bool native = true;
+        const int rc = ctx->attention.compute(node, &native);
+        if (rc != KVT_OK || native) { return rc; }
     }
     return ctx->fallback.compute(node);
 }
@@ -82,9 +76,7 @@ static int compute_node(backend_context * ctx, ggml_tensor * node) {
 // A failure of an earlier byte access to the caches of this operation, which could not be reported then.
 static int take_pending(const ggml_tensor * node) {
     const kvt_root * root = kvt_root_of(node);
-    for (int i = 0; !root && i < GGML_MAX_SRC; i++) {
-        root = node->src[i] ? kvt_root_of(node->src[i]) : nullptr;
-    }
+    for (int i = 0; !root && i < GGML_MAX_SRC; i++) { root = node->src[i] ? kvt_root_of(node->src[i]) : nullptr; }
     return root ? root->buffer->pending.exchange(KVT_OK) : (int) KVT_OK;
 }
 
@@ -112,7 +104,8 @@ static enum ggml_status compute_graph(backend_context * ctx, ggml_cgraph * graph
         int rc = take_pending(node);
         rc = rc == KVT_OK ? compute_node(ctx, node) : rc;
         if (rc != KVT_OK) {
-            kvt_log_error("kvtier: %s of %s: %s: %s\n", g_ggml.ggml_op_name(node->op), node->name, kvt_error_name(rc), kvt_fail_text());
+            kvt_log_error("kvtier: %s of %s: %s: %s\n", g_ggml.ggml_op_name(node->op), node->name, kvt_error_name(rc),
+                kvt_fail_text());
             return rc == KVT_ERR_NOMEM ? GGML_STATUS_ALLOC_FAILED : GGML_STATUS_FAILED;
         }
     }
@@ -122,10 +115,10 @@ static enum ggml_status compute_graph(backend_context * ctx, ggml_cgraph * graph
 static enum ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     try { // no exception may cross into ggml: memory that runs out is an answer like any other
         return compute_graph(static_cast<backend_context *>(backend->context), graph);
-    } catch (const std::bad_alloc &) {
+    } catch (const std::bad_alloc&) {
         kvt_log_error("kvtier: out of memory\n");
         return GGML_STATUS_ALLOC_FAILED;
-    } catch (const std::exception & err) {
+    } catch (const std::exception& err) {
         kvt_log_error("kvtier: %s\n", err.what());
         return GGML_STATUS_FAILED;
     }
@@ -151,7 +144,8 @@ static const ggml_backend_i backend_interface = {
 };
 
 static ggml_guid_t backend_guid(void) {
-    static ggml_guid guid = { 0x6b, 0x76, 0x74, 0x69, 0x65, 0x72, 0x2d, 0x70, 0x61, 0x67, 0x65, 0x64, 0x2d, 0x4b, 0x56, 0x30 };
+    static ggml_guid guid = { 0x6b, 0x76, 0x74, 0x69, 0x65, 0x72, 0x2d, 0x70, 0x61, 0x67, 0x65, 0x64, 0x2d, 0x4b, 0x56,
+        0x30 };
     return &guid;
 }
 
@@ -178,8 +172,8 @@ static const char * device_get_description(ggml_backend_dev_t dev) {
 static void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
     GGML_UNUSED(dev);
     const size_t page = (size_t) sysconf(_SC_PAGESIZE);
-    *free  = (size_t) sysconf(_SC_AVPHYS_PAGES)*page;
-    *total = (size_t) sysconf(_SC_PHYS_PAGES)*page;
+    *free = (size_t) sysconf(_SC_AVPHYS_PAGES) * page;
+    *total = (size_t) sysconf(_SC_PHYS_PAGES) * page;
 }
 
 static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
@@ -189,21 +183,20 @@ static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
 
 static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     memset(props, 0, sizeof(*props));
-    props->name        = device_get_name(dev);
+    props->name = device_get_name(dev);
     props->description = device_get_description(dev);
-    props->type        = device_get_type(dev);
+    props->type = device_get_type(dev);
     device_get_memory(dev, &props->memory_free, &props->memory_total);
 }
 
 static void log_start_failure(int rc) {
     const char * names[8];
-    std::string  list;
+    std::string list;
     const size_t n = kvt_isa_list(names, 8);
-    for (size_t i = 0; i < n && i < 8; i++) {
-        list += (i ? ", " : "") + std::string(names[i]);
-    }
+    for (size_t i = 0; i < n && i < 8; i++) { list += (i ? ", " : "") + std::string(names[i]); }
     const char * wanted = getenv("KVTIER_ISA");
-    kvt_log_error("kvtier: cannot start the attention: %s (KVTIER_ISA is '%s'; this processor runs %s)\n", kvt_error_message(rc), wanted ? wanted : "", list.c_str());
+    kvt_log_error("kvtier: cannot start the attention: %s (KVTIER_ISA is '%s'; this processor runs %s)\n",
+        kvt_error_message(rc), wanted ? wanted : "", list.c_str());
 }
 
 static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) {
@@ -215,12 +208,11 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
             log_start_failure(rc);
             return nullptr;
         }
-        ggml_backend_t backend = new ggml_backend { /* .guid = */ backend_guid(), /* .iface = */ backend_interface, /* .device = */ dev, /* .context = */ ctx.get() };
+        ggml_backend_t backend = new ggml_backend{ /* .guid = */ backend_guid(), /* .iface = */ backend_interface,
+            /* .device = */ dev, /* .context = */ ctx.get() };
         ctx.release();
         return backend;
-    } catch (const std::bad_alloc &) {
-        return nullptr;
-    }
+    } catch (const std::bad_alloc&) { return nullptr; }
 }
 
 static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
@@ -230,9 +222,7 @@ static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev)
 
 static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     GGML_UNUSED(dev);
-    if (is_view_op(op->op)) {
-        return true;
-    }
+    if (is_view_op(op->op)) { return true; }
     return is_native(op) || (touches_cache(op) && kvt_fallback::supports(op));
 }
 
@@ -293,7 +283,8 @@ static void * registry_get_proc_address(ggml_backend_reg_t reg, const char * nam
 ggml_backend_reg_t kvt_registry(void) {
     static ggml_backend_reg registry = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
-        /* .iface       = */ {
+        /* .iface       = */
+        {
             /* .get_name         = */ registry_get_name,
             /* .get_device_count = */ registry_get_device_count,
             /* .get_device       = */ registry_get_device,

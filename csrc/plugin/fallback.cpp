@@ -5,14 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
-static ggml_backend_dev_t cpu_device() {
-    return g_ggml.ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-}
+static ggml_backend_dev_t cpu_device() { return g_ggml.ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
 
 kvt_fallback::~kvt_fallback() {
-    if (m_cpu) {
-        g_ggml.ggml_backend_free(m_cpu);
-    }
+    if (m_cpu) { g_ggml.ggml_backend_free(m_cpu); }
 }
 
 bool kvt_fallback::start() {
@@ -28,20 +24,19 @@ void kvt_fallback::set_n_threads(int n_threads) {
     m_n_threads = n_threads;
     if (m_cpu) {
         ggml_backend_reg_t reg = g_ggml.ggml_backend_dev_backend_reg(cpu_device());
-        auto set = reinterpret_cast<ggml_backend_set_n_threads_t>(g_ggml.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
-        if (set) {
-            set(m_cpu, n_threads);
-        }
+        auto set = reinterpret_cast<ggml_backend_set_n_threads_t>(
+            g_ggml.ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
+        if (set) { set(m_cpu, n_threads); }
     }
 }
 
 // A tensor as the CPU backend sees it when all its memory is at hand: no buffer, no view, no producer.
 static ggml_tensor bare(const ggml_tensor * t) {
     ggml_tensor copy = *t;
-    copy.op       = GGML_OP_NONE;
-    copy.buffer   = nullptr;
+    copy.op = GGML_OP_NONE;
+    copy.buffer = nullptr;
     copy.view_src = nullptr;
-    copy.extra    = nullptr;
+    copy.extra = nullptr;
     memset(copy.src, 0, sizeof(copy.src));
     return copy;
 }
@@ -52,7 +47,7 @@ bool kvt_fallback::supports(const ggml_tensor * op) {
     copy.buffer = nullptr;
     for (int i = 0; i < GGML_MAX_SRC; i++) {
         if (op->src[i]) {
-            srcs[i]     = bare(op->src[i]);
+            srcs[i] = bare(op->src[i]);
             copy.src[i] = &srcs[i];
         }
     }
@@ -65,75 +60,65 @@ namespace {
 // The rows of a cache that an operation touches, in its nominal layout.
 struct gathered {
     kvt_root * root;
-    size_t     first, last;      // bytes of the root
+    size_t first, last; // bytes of the root
     std::vector<char> bytes, before;
 };
 
-void cover(std::vector<gathered> & all, const ggml_tensor * t) {
+void cover(std::vector<gathered>& all, const ggml_tensor * t) {
     kvt_root * root = kvt_root_of(t);
-    if (!root) {
-        return;
-    }
-    const size_t row   = root->row_bytes, off = (char *) t->data - root->base;
-    const size_t first = off/row*row;
-    const size_t last  = std::min((off + g_ggml.ggml_nbytes(t) + row - 1)/row*row, root->n_bytes);
-    for (gathered & g : all) {
+    if (!root) { return; }
+    const size_t row = root->row_bytes, off = (char *) t->data - root->base;
+    const size_t first = off / row * row;
+    const size_t last = std::min((off + g_ggml.ggml_nbytes(t) + row - 1) / row * row, root->n_bytes);
+    for (gathered& g : all) {
         if (g.root == root) {
             g.first = std::min(g.first, first);
-            g.last  = std::max(g.last,  last);
+            g.last = std::max(g.last, last);
             return;
         }
     }
     all.push_back({ root, first, last, {}, {} });
 }
 
-void redirect(std::vector<gathered> & all, ggml_tensor * t, const ggml_tensor * original) {
+void redirect(std::vector<gathered>& all, ggml_tensor * t, const ggml_tensor * original) {
     kvt_root * root = kvt_root_of(original);
-    for (gathered & g : all) {
-        if (g.root == root) {
-            t->data = g.bytes.data() + ((char *) original->data - root->base - g.first);
-        }
+    for (gathered& g : all) {
+        if (g.root == root) { t->data = g.bytes.data() + ((char *) original->data - root->base - g.first); }
     }
 }
 
-// The CPU backend rotates F32 and F16 rows and ends the process at any other type. A BF16 cache that is shifted is therefore
-// taken as F32, and rounded again afterwards.
-bool has_to_widen(const ggml_tensor * node) {
-    return node->op == GGML_OP_ROPE && node->type == GGML_TYPE_BF16;
-}
+// The CPU backend rotates F32 and F16 rows and ends the process at any other type. A BF16 cache that is shifted is
+// therefore taken as F32, and rounded again afterwards.
+bool has_to_widen(const ggml_tensor * node) { return node->op == GGML_OP_ROPE && node->type == GGML_TYPE_BF16; }
 
-void widen(gathered & g) {
-    const size_t n = g.bytes.size()/sizeof(uint16_t);
-    std::vector<char> wide(n*sizeof(float));
+void widen(gathered& g) {
+    const size_t n = g.bytes.size() / sizeof(uint16_t);
+    std::vector<char> wide(n * sizeof(float));
     kvt_row_to_f32(KVT_FORMAT_BF16, g.bytes.data(), reinterpret_cast<float *>(wide.data()), (int64_t) n);
     g.bytes.swap(wide);
 }
 
-void narrow(gathered & g) {
-    const size_t n = g.bytes.size()/sizeof(float);
-    std::vector<char> rounded(n*sizeof(uint16_t));
+void narrow(gathered& g) {
+    const size_t n = g.bytes.size() / sizeof(float);
+    std::vector<char> rounded(n * sizeof(uint16_t));
     kvt_row_from_f32(KVT_FORMAT_BF16, reinterpret_cast<const float *>(g.bytes.data()), rounded.data(), (int64_t) n);
     g.bytes.swap(rounded);
 }
 
 // the same elements, twice as far apart
-void widen_tensor(ggml_tensor * t, const gathered & g) {
+void widen_tensor(ggml_tensor * t, const gathered& g) {
     t->type = GGML_TYPE_F32;
-    t->data = const_cast<char *>(g.bytes.data()) + 2*((char *) t->data - g.bytes.data());
-    for (size_t & nb : t->nb) {
-        nb *= 2;
-    }
+    t->data = const_cast<char *>(g.bytes.data()) + 2 * ((char *) t->data - g.bytes.data());
+    for (size_t& nb : t->nb) { nb *= 2; }
 }
 
 } // namespace
 
 static enum ggml_status run_one(ggml_backend_t cpu, ggml_tensor * node) {
-    const size_t overhead = g_ggml.ggml_graph_overhead_custom(2*GGML_MAX_SRC, false);
+    const size_t overhead = g_ggml.ggml_graph_overhead_custom(2 * GGML_MAX_SRC, false);
     ggml_context * ctx = g_ggml.ggml_init({ overhead, nullptr, true });
-    if (!ctx) {
-        return GGML_STATUS_ALLOC_FAILED;
-    }
-    ggml_cgraph * graph = g_ggml.ggml_new_graph_custom(ctx, 2*GGML_MAX_SRC, false);
+    if (!ctx) { return GGML_STATUS_ALLOC_FAILED; }
+    ggml_cgraph * graph = g_ggml.ggml_new_graph_custom(ctx, 2 * GGML_MAX_SRC, false);
     g_ggml.ggml_build_forward_expand(graph, node);
     const enum ggml_status status = g_ggml.ggml_backend_graph_compute(cpu, graph);
     g_ggml.ggml_free(ctx);
@@ -142,29 +127,27 @@ static enum ggml_status run_one(ggml_backend_t cpu, ggml_tensor * node) {
 
 int kvt_fallback::compute(ggml_tensor * node) {
     if (!start()) {
-        return kvt_fail(KVT_ERR_UNSUPPORTED, "this ggml has no CPU backend to run %s on", g_ggml.ggml_op_name(node->op));
+        return kvt_fail(
+            KVT_ERR_UNSUPPORTED, "this ggml has no CPU backend to run %s on", g_ggml.ggml_op_name(node->op));
     }
     std::vector<gathered> all;
     cover(all, node);
     for (int i = 0; i < GGML_MAX_SRC; i++) {
-        if (node->src[i]) {
-            cover(all, node->src[i]);
-        }
+        if (node->src[i]) { cover(all, node->src[i]); }
     }
-    for (gathered & g : all) {
+    for (gathered& g : all) {
         g.bytes.resize(g.last - g.first);
-        const int rc = kvt_paged_read(g.root, g.first, g.last - g.first, g.bytes.data(), true); // what is lost is zeros, and stays so
-        if (rc != KVT_OK) {
-            return rc;
-        }
+        const int rc = kvt_paged_read(
+            g.root, g.first, g.last - g.first, g.bytes.data(), true); // what is lost is zeros, and stays so
+        if (rc != KVT_OK) { return rc; }
         g.before = g.bytes;
         g.root->buffer->domain->n_fallback++;
     }
     ggml_tensor srcs[GGML_MAX_SRC];
     ggml_tensor copy = *node;
-    copy.buffer   = nullptr;
+    copy.buffer = nullptr;
     copy.view_src = nullptr;
-    copy.flags   |= GGML_TENSOR_FLAG_COMPUTE;
+    copy.flags |= GGML_TENSOR_FLAG_COMPUTE;
     redirect(all, &copy, node);
     for (int i = 0; i < GGML_MAX_SRC; i++) {
         if (node->src[i]) {
@@ -173,28 +156,26 @@ int kvt_fallback::compute(ggml_tensor * node) {
             copy.src[i] = node->src[i] == node ? &copy : &srcs[i];
         }
     }
-    const bool wide = has_to_widen(node) && all.size() == 1 && kvt_root_of(node) == all[0].root && kvt_root_of(node->src[0]) == all[0].root;
+    const bool wide = has_to_widen(node) && all.size() == 1 && kvt_root_of(node) == all[0].root &&
+        kvt_root_of(node->src[0]) == all[0].root;
     if (wide) {
-        const ptrdiff_t dst_off = (char *) copy.data - all[0].bytes.data(), src_off = (char *) srcs[0].data - all[0].bytes.data();
+        const ptrdiff_t dst_off = (char *) copy.data - all[0].bytes.data(),
+                        src_off = (char *) srcs[0].data - all[0].bytes.data();
         widen(all[0]);
-        copy.data    = all[0].bytes.data() + dst_off;
+        copy.data = all[0].bytes.data() + dst_off;
         srcs[0].data = all[0].bytes.data() + src_off;
-        widen_tensor(&copy,    all[0]);
+        widen_tensor(&copy, all[0]);
         widen_tensor(&srcs[0], all[0]);
     }
     const enum ggml_status status = run_one(m_cpu, &copy);
-    if (wide) {
-        narrow(all[0]);
-    }
+    if (wide) { narrow(all[0]); }
     if (status != GGML_STATUS_SUCCESS) {
-        return kvt_fail(status == GGML_STATUS_ALLOC_FAILED ? KVT_ERR_NOMEM : KVT_ERR_UNSUPPORTED, "the CPU backend could not run %s on %s",
-                g_ggml.ggml_op_name(node->op), node->name);
+        return kvt_fail(status == GGML_STATUS_ALLOC_FAILED ? KVT_ERR_NOMEM : KVT_ERR_UNSUPPORTED,
+            "the CPU backend could not run %s on %s", g_ggml.ggml_op_name(node->op), node->name);
     }
-    for (gathered & g : all) {
-        const int rc = kvt_paged_put_back(g.root, (int64_t) (g.first/g.root->row_bytes), g.before, g.bytes);
-        if (rc != KVT_OK) {
-            return rc;
-        }
+    for (gathered& g : all) {
+        const int rc = kvt_paged_put_back(g.root, (int64_t) (g.first / g.root->row_bytes), g.before, g.bytes);
+        if (rc != KVT_OK) { return rc; }
     }
     return KVT_OK;
 }

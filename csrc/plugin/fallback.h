@@ -1,7 +1,8 @@
 #pragma once
 
-// Operations on our buffers that are not ours run on ggml's own CPU backend: over plain memory for recurrent states, over
-// gathered rows for caches (their nominal layout is laid out in memory, and what the operation changed is put back).
+// Operations on our buffers that are not ours run on ggml's own CPU backend: over plain memory for recurrent states,
+// over gathered rows for caches (their nominal layout is laid out in memory, and what the operation changed is put
+// back).
 
 #include "buffer.h"
 
@@ -15,6 +16,6 @@ public:
 
 private:
     bool start();
-    ggml_backend_t m_cpu       = nullptr;
-    int            m_n_threads = 4;
+    ggml_backend_t m_cpu = nullptr;
+    int m_n_threads = 4;
 };

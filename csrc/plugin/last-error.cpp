@@ -13,6 +13,4 @@ int kvt_fail(int code, const char * fmt, ...) {
     return code;
 }
 
-const char * kvt_fail_text(void) {
-    return t_text;
-}
+const char * kvt_fail_text(void) { return t_text; }

@@ -9,5 +9,5 @@
 #endif
 
 // keeps the text and returns `code`, so that a failing function can end with `return kvt_fail(...)`
-int          kvt_fail(int code, const char * fmt, ...) KVT_PRINTF(2, 3);
-const char * kvt_fail_text(void);   // never NULL
+int kvt_fail(int code, const char * fmt, ...) KVT_PRINTF(2, 3);
+const char * kvt_fail_text(void); // never NULL

@@ -19,12 +19,12 @@ static void log_text(enum ggml_log_level level, const char * text) {
     }
 }
 
-#define KVT_LOG_BODY(level)                         \
-    char    text[1024];                             \
-    va_list args;                                   \
-    va_start(args, fmt);                            \
-    vsnprintf(text, sizeof(text), fmt, args);       \
-    va_end(args);                                   \
+#define KVT_LOG_BODY(level)                                                                                            \
+    char text[1024];                                                                                                   \
+    va_list args;                                                                                                      \
+    va_start(args, fmt);                                                                                               \
+    vsnprintf(text, sizeof(text), fmt, args);                                                                          \
+    va_end(args);                                                                                                      \
     log_text(level, text)
 
 void kvt_log_error(const char * fmt, ...) { KVT_LOG_BODY(GGML_LOG_LEVEL_ERROR); }

@@ -25,75 +25,68 @@ void kvt_flash_attn::set_n_threads(int n_threads) {
 // K and V as an attention of the caches sees them: [d, n_kv, n_head, n_streams], heads adjacent in a row.
 static bool is_cache_view(const ggml_tensor * t, const kvt_root * root) {
     const size_t d_bytes = g_ggml.ggml_row_size(t->type, t->ne[0]);
-    return t->type == root->type
-        && (t->ne[1] == 1 || t->nb[1] == root->row_bytes)
-        && (t->ne[2] == 1 || t->nb[2] == d_bytes)
-        && (t->ne[3] == 1 || t->nb[3] % (root->row_bytes*root->n_cells) == 0);
+    return t->type == root->type && (t->ne[1] == 1 || t->nb[1] == root->row_bytes) &&
+        (t->ne[2] == 1 || t->nb[2] == d_bytes) && (t->ne[3] == 1 || t->nb[3] % (root->row_bytes * root->n_cells) == 0);
 }
 
 // first cell of the view within its stream must be 0, heads must begin at 0; gives the stream
 static bool stream_of(const ggml_tensor * t, const kvt_root * root, int64_t * stream) {
     const size_t off = (char *) t->data - root->base;
-    *stream = (int64_t) (off/(root->row_bytes*root->n_cells));
-    return off % (root->row_bytes*root->n_cells) == 0;
+    *stream = (int64_t) (off / (root->row_bytes * root->n_cells));
+    return off % (root->row_bytes * root->n_cells) == 0;
 }
 
 bool kvt_flash_attn::supports(const ggml_tensor * op) {
-    const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * mask = op->src[3], * sinks = op->src[4];
-    const bool shapes = q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float)
-        && k->ne[2] == v->ne[2] && q->ne[2] % k->ne[2] == 0 && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3]
-        && k->ne[0] == q->ne[0] && k->ne[1] == v->ne[1]
-        && (!mask || (mask->type == GGML_TYPE_F16 && (mask->ne[2] == 1 || mask->ne[2] == q->ne[2]) && mask->ne[0] >= k->ne[1]))
-        && (!sinks || sinks->type == GGML_TYPE_F32);
-    if (!shapes || !kvt_temporary_pages_can_hold(k) || !kvt_temporary_pages_can_hold(v)) {
-        return false;
-    }
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3], *sinks = op->src[4];
+    const bool shapes = q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float) && k->ne[2] == v->ne[2] &&
+        q->ne[2] % k->ne[2] == 0 && k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3] && k->ne[0] == q->ne[0] &&
+        k->ne[1] == v->ne[1] &&
+        (!mask ||
+            (mask->type == GGML_TYPE_F16 && (mask->ne[2] == 1 || mask->ne[2] == q->ne[2]) &&
+                mask->ne[0] >= k->ne[1])) &&
+        (!sinks || sinks->type == GGML_TYPE_F32);
+    if (!shapes || !kvt_temporary_pages_can_hold(k) || !kvt_temporary_pages_can_hold(v)) { return false; }
     kvt_root * k_root = kvt_root_of(k);
-    if (k_root && is_cache_view(k, k_root)) {
-        kvt_cache_propose(k_root, kvt_root_of(v), k->ne[2], k->ne[0], v->ne[0]);
-    }
+    if (k_root && is_cache_view(k, k_root)) { kvt_cache_propose(k_root, kvt_root_of(v), k->ne[2], k->ne[0], v->ne[0]); }
     return true;
 }
 
 static void fill_slopes(float max_bias, int64_t n_head, std::vector<float> * slopes) {
     slopes->clear();
-    if (max_bias <= 0.0f) {
-        return;
-    }
-    // ALiBi's geometric series (Press et al. 2022), with the interleaved second series for the heads beyond a power of two
+    if (max_bias <= 0.0f) { return; }
+    // ALiBi's geometric series (Press et al. 2022), with the interleaved second series for the heads beyond a power of
+    // two
     const int64_t n_pow2 = (int64_t) 1 << (int) std::floor(std::log2((double) n_head));
-    const float m0 = std::pow(2.0f, -max_bias/n_pow2);
-    const float m1 = std::pow(2.0f, -(max_bias/2.0f)/n_pow2);
+    const float m0 = std::pow(2.0f, -max_bias / n_pow2);
+    const float m1 = std::pow(2.0f, -(max_bias / 2.0f) / n_pow2);
     for (int64_t h = 0; h < n_head; h++) {
-        slopes->push_back(h < n_pow2 ? std::pow(m0, (float) (h + 1)) : std::pow(m1, (float) (2*(h - n_pow2) + 1)));
+        slopes->push_back(h < n_pow2 ? std::pow(m0, (float) (h + 1)) : std::pow(m1, (float) (2 * (h - n_pow2) + 1)));
     }
 }
 
 // One classification per mask and graph: every layer shares it. A mask that an operation produced is never kept.
-const kvt_visibility * kvt_flash_attn::visibility_of(const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries) {
-    if (!mask || mask->ne[2] != 1) {
-        return nullptr;
-    }
-    const char *       data   = (const char *) mask->data + (stream % mask->ne[3])*mask->nb[3];
+const kvt_visibility * kvt_flash_attn::visibility_of(
+    const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries) {
+    if (!mask || mask->ne[2] != 1) { return nullptr; }
+    const char * data = (const char *) mask->data + (stream % mask->ne[3]) * mask->nb[3];
     const kvt_buffer * buffer = kvt_buffer_of(mask);
     uint64_t written = 0;
     if (buffer && mask->op == GGML_OP_NONE) {
         const auto it = buffer->writes.find(mask->data);
         written = it == buffer->writes.end() ? 0 : it->second;
     }
-    visibility & entry = m_vis[data];
-    if (!entry.vis && kvt_visibility_create(&entry.vis) != KVT_OK) {
-        return nullptr;
-    }
-    if (written == 0 || entry.written != written || entry.n_kv != n_kv || entry.n_queries != n_queries || entry.buffer != buffer) {
+    visibility& entry = m_vis[data];
+    if (!entry.vis && kvt_visibility_create(&entry.vis) != KVT_OK) { return nullptr; }
+    if (written == 0 || entry.written != written || entry.n_kv != n_kv || entry.n_queries != n_queries ||
+        entry.buffer != buffer) {
         if (kvt_visibility_compute(entry.vis, data, mask->nb[1], n_kv, n_queries, m_n_threads) != KVT_OK) {
             entry.written = 0;
             return nullptr;
         }
-        entry.written   = written;
-        entry.n_kv      = n_kv;
+        entry.written = written;
+        entry.n_kv = n_kv;
         entry.n_queries = n_queries;
-        entry.buffer    = buffer;
+        entry.buffer = buffer;
     }
     return entry.vis;
 }
@@ -105,28 +98,25 @@ static void add_pages(const kvt_attention * attention, std::vector<uint32_t> * p
     pages->insert(pages->end(), read, read + n);
 }
 
-int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen, uint32_t page_first, uint32_t page_stride) {
-    const ggml_tensor * q = op->src[0], * mask = op->src[3];
+int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen,
+    uint32_t page_first, uint32_t page_stride) {
+    const ggml_tensor *q = op->src[0], *mask = op->src[3];
     a->mass = layer ? layer->mass : nullptr;
     for (int64_t s = 0; s < q->ne[3]; s++) {
-        a->page_first    = page_first + (uint32_t) s*page_stride;
-        a->q             = (const char *) q->data + s*q->nb[3];
-        a->q_nb_query    = q->nb[1];
-        a->q_nb_head     = q->nb[2];
-        a->mask          = mask ? (const char *) mask->data + (s % mask->ne[3])*mask->nb[3] : nullptr;
+        a->page_first = page_first + (uint32_t) s * page_stride;
+        a->q = (const char *) q->data + s * q->nb[3];
+        a->q_nb_query = q->nb[1];
+        a->q_nb_head = q->nb[2];
+        a->mask = mask ? (const char *) mask->data + (s % mask->ne[3]) * mask->nb[3] : nullptr;
         a->mask_nb_query = mask ? mask->nb[1] : 0;
-        a->mask_nb_head  = mask && mask->ne[2] > 1 ? mask->nb[2] : 0;
-        a->vis           = visibility_of(mask, s, a->n_kv, a->n_queries);
-        a->dst           = (char *) op->data + s*op->nb[3];
-        a->dst_nb_head   = op->nb[1];
-        a->dst_nb_query  = op->nb[2];
+        a->mask_nb_head = mask && mask->ne[2] > 1 ? mask->nb[2] : 0;
+        a->vis = visibility_of(mask, s, a->n_kv, a->n_queries);
+        a->dst = (char *) op->data + s * op->nb[3];
+        a->dst_nb_head = op->nb[1];
+        a->dst_nb_query = op->nb[2];
         const int rc = kvt_attention_run(m_attention, a);
-        if (rc != KVT_OK) {
-            return rc;
-        }
-        if (seen) {
-            add_pages(m_attention, seen);
-        }
+        if (rc != KVT_OK) { return rc; }
+        if (seen) { add_pages(m_attention, seen); }
     }
     return KVT_OK;
 }
@@ -135,54 +125,48 @@ void kvt_flash_attn::account(kvt_domain_state * dom) {
     kvt_attention_stats now;
     kvt_attention_get_stats(m_attention, &now);
     dom->n_attention++;
-    dom->k_bytes       += now.k_bytes       - m_seen.k_bytes;
-    dom->v_bytes       += now.v_bytes       - m_seen.v_bytes;
-    dom->pages_read    += now.pages_read    - m_seen.pages_read;
+    dom->k_bytes += now.k_bytes - m_seen.k_bytes;
+    dom->v_bytes += now.v_bytes - m_seen.v_bytes;
+    dom->pages_read += now.pages_read - m_seen.pages_read;
     dom->pages_skipped += now.pages_skipped - m_seen.pages_skipped;
     m_seen = now;
 }
 
 int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root * k_root, bool * native) {
-    const ggml_tensor * k = op->src[1], * v = op->src[2];
+    const ggml_tensor *k = op->src[1], *v = op->src[2];
     kvt_root * v_root = kvt_root_of(v);
     int64_t k_stream = 0, v_stream = 0;
     const bool is_mla = v_root == k_root;
-    *native = v_root && is_cache_view(k, k_root) && stream_of(k, k_root, &k_stream) && is_cache_view(v, v_root) && stream_of(v, v_root, &v_stream)
-        && k_stream == v_stream && k->ne[1] <= k_root->n_cells && (!is_mla || k->ne[2] == 1)
-        && kvt_cache_propose(k_root, v_root, k->ne[2], k->ne[0], v->ne[0]);
-    if (!*native) {
-        return KVT_OK;
-    }
+    *native = v_root && is_cache_view(k, k_root) && stream_of(k, k_root, &k_stream) && is_cache_view(v, v_root) &&
+        stream_of(v, v_root, &v_stream) && k_stream == v_stream && k->ne[1] <= k_root->n_cells &&
+        (!is_mla || k->ne[2] == 1) && kvt_cache_propose(k_root, v_root, k->ne[2], k->ne[0], v->ne[0]);
+    if (!*native) { return KVT_OK; }
     kvt_domain_state * dom = k_root->buffer->domain.get();
     kvt_layer * layer = nullptr;
     int rc = kvt_cache_open(k_root->cache, &layer);
-    if (rc != KVT_OK) {
-        return rc;
-    }
+    if (rc != KVT_OK) { return rc; }
     if (!m_first_array || m_first_array == layer->array) {
         m_first_array = layer->array;
         dom->begin_step();
     }
-    const uint32_t per_stream = (uint32_t) ((k_root->n_cells + layer->geo.page_tokens - 1)/layer->geo.page_tokens);
-    const uint32_t n_between  = k->ne[3] > 1 ? (uint32_t) (k->nb[3]/(k_root->row_bytes*k_root->n_cells)) : 1;
-    const kvt_settings & settings = dom->settings();
+    const uint32_t per_stream = (uint32_t) ((k_root->n_cells + layer->geo.page_tokens - 1) / layer->geo.page_tokens);
+    const uint32_t n_between = k->ne[3] > 1 ? (uint32_t) (k->nb[3] / (k_root->row_bytes * k_root->n_cells)) : 1;
+    const kvt_settings& settings = dom->settings();
     kvt_recall_report report = {};
-    const kvt_recall recall  = { settings.eps, settings.read_budget, settings.protect_first, settings.protect_last, layer->digests, &report };
-    a->geo    = layer->geo;
+    const kvt_recall recall = { settings.eps, settings.read_budget, settings.protect_first, settings.protect_last,
+        layer->digests, &report };
+    a->geo = layer->geo;
     a->source = &layer->source;
-    a->keys   = layer->keys;
+    a->keys = layer->keys;
     a->recall = layer->keys ? &recall : nullptr;
     const std::shared_ptr<kvt_summary_set> summary = dom->summary_of(layer); // stays while it is read
-    a->summary = k->ne[3] == 1 ? summary.get() : nullptr;                      // several streams: no telling whose it is
+    a->summary = k->ne[3] == 1 ? summary.get() : nullptr;                    // several streams: no telling whose it is
     std::vector<uint32_t> seen;
-    rc = run_streams(op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream*per_stream, per_stream*n_between);
-    if (rc != KVT_OK) {
-        return dom->fail(rc, "attention could not read the cache");
-    }
+    rc = run_streams(
+        op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream * per_stream, per_stream * n_between);
+    if (rc != KVT_OK) { return dom->fail(rc, "attention could not read the cache"); }
     account(dom);
-    if (report.n_rows > 0) {
-        dom->report(layer, report);
-    }
+    if (report.n_rows > 0) { dom->report(layer, report); }
     if (dom->has_disk()) {
         dom->remember(layer, std::move(seen));
         dom->read_ahead(layer);
@@ -193,46 +177,38 @@ int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root 
 int kvt_flash_attn::run_plain(ggml_tensor * op, kvt_attention_op * a) {
     kvt_temporary_pages pages;
     const int rc = pages.fill(op->src[1], op->src[2]);
-    if (rc != KVT_OK) {
-        return rc;
-    }
-    a->geo    = pages.geometry();
+    if (rc != KVT_OK) { return rc; }
+    a->geo = pages.geometry();
     a->source = pages.source();
     return run_streams(op, a, nullptr, nullptr, 0, pages.pages_per_stream());
 }
 
 // Masks move when graphs are planned anew, and what was worked out for old addresses is of no more use.
 void kvt_flash_attn::forget_visibilities() {
-    for (auto & it : m_vis) {
-        kvt_visibility_free(it.second.vis);
-    }
+    for (auto& it : m_vis) { kvt_visibility_free(it.second.vis); }
     m_vis.clear();
 }
 
 int kvt_flash_attn::compute(ggml_tensor * op, bool * native) {
-    if (m_vis.size() > MAX_VISIBILITIES) {
-        forget_visibilities();
-    }
-    const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2], * sinks = op->src[4];
+    if (m_vis.size() > MAX_VISIBILITIES) { forget_visibilities(); }
+    const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *sinks = op->src[4];
     float params[3];
     memcpy(params, op->op_params, sizeof(params));
     fill_slopes(params[1], q->ne[2], &m_slopes);
 
     kvt_attention_op a = {};
-    a.d_v_out   = (int32_t) v->ne[0];
-    a.n_head_q  = (int32_t) q->ne[2];
+    a.d_v_out = (int32_t) v->ne[0];
+    a.n_head_q = (int32_t) q->ne[2];
     a.n_queries = q->ne[1];
-    a.n_kv      = k->ne[1];
-    a.scale     = params[0];
-    a.softcap   = params[2];
-    a.slopes    = m_slopes.empty() ? nullptr : m_slopes.data();
-    a.sinks     = sinks ? (const float *) sinks->data : nullptr;
+    a.n_kv = k->ne[1];
+    a.scale = params[0];
+    a.softcap = params[2];
+    a.slopes = m_slopes.empty() ? nullptr : m_slopes.data();
+    a.sinks = sinks ? (const float *) sinks->data : nullptr;
 
     *native = true;
     kvt_root * k_root = kvt_root_of(k);
-    if (k_root) {
-        return run_cached(op, &a, k_root, native);
-    }
+    if (k_root) { return run_cached(op, &a, k_root, native); }
     if (kvt_root_of(v)) {
         *native = false;
         return KVT_OK;

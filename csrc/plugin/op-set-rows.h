@@ -6,4 +6,4 @@
 
 // whether rows go straight to pages (a cache) or through temporary ones (a plain tensor)
 bool kvt_set_rows_supported(const ggml_tensor * op);
-int  kvt_set_rows(ggml_tensor * op); // 0 or a negative kvt_error
+int kvt_set_rows(ggml_tensor * op); // 0 or a negative kvt_error

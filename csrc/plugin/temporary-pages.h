@@ -15,19 +15,20 @@ class kvt_temporary_pages {
 public:
     // k: [d_k, n_kv, n_head_kv, n_streams], v: [d_v, n_kv, n_head_kv, n_streams], any strides. 0, NOMEM or UNSUPPORTED.
     int fill(const ggml_tensor * k, const ggml_tensor * v);
-    const kvt_geometry &    geometry()         const { return m_layout.geo; }
-    const kvt_page_source * source()           const { return &m_source; }
-    uint32_t                pages_per_stream() const { return m_per_stream; }
+    const kvt_geometry& geometry() const { return m_layout.geo; }
+    const kvt_page_source * source() const { return &m_source; }
+    uint32_t pages_per_stream() const { return m_per_stream; }
 
 private:
-    static int  acquire_resident(void * ctx, const uint32_t * pages, size_t n, kvt_page_ref * refs, uint32_t * missing, size_t * n_missing);
-    static int  acquire(void * ctx, uint32_t page, kvt_page_ref * out);
+    static int acquire_resident(
+        void * ctx, const uint32_t * pages, size_t n, kvt_page_ref * refs, uint32_t * missing, size_t * n_missing);
+    static int acquire(void * ctx, uint32_t page, kvt_page_ref * out);
     static void release_many(void * ctx, const kvt_page_ref * refs, size_t n);
     void put(const ggml_tensor * t, kvt_part part);
 
-    kvt_page_layout      m_layout     = {};
-    uint32_t             m_per_stream = 0;
+    kvt_page_layout m_layout = {};
+    uint32_t m_per_stream = 0;
     std::vector<uint8_t> m_bytes;
-    uint8_t *            m_first      = nullptr; // 64-byte aligned
-    kvt_page_source      m_source     = {};
+    uint8_t * m_first = nullptr; // 64-byte aligned
+    kvt_page_source m_source = {};
 };

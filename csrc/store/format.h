@@ -36,8 +36,8 @@ extern "C" {
 #define KVT_SUB 32
 
 enum kvt_format {
-    KVT_FORMAT_F32  = 0,
-    KVT_FORMAT_F16  = 1,
+    KVT_FORMAT_F32 = 0,
+    KVT_FORMAT_F16 = 1,
     KVT_FORMAT_BF16 = 2,
     KVT_FORMAT_Q8_0 = 3,
     KVT_FORMAT_Q4_0 = 4,
@@ -54,42 +54,49 @@ struct kvt_geometry {
 
 enum kvt_part { KVT_PART_K = 0, KVT_PART_V = 1 };
 
-const char * kvt_format_name(enum kvt_format fmt);                        // "f16", "q8_0", ...; NULL if out of range
-int          kvt_format_parse(const char * name, enum kvt_format * out);  // case-insensitive; KVT_ERR_INVALID
-int          kvt_format_supports(enum kvt_format fmt, int32_t d);         // 1 if d channels can be stored in fmt
+const char * kvt_format_name(enum kvt_format fmt);              // "f16", "q8_0", ...; NULL if out of range
+int kvt_format_parse(const char * name, enum kvt_format * out); // case-insensitive; KVT_ERR_INVALID
+int kvt_format_supports(enum kvt_format fmt, int32_t d);        // 1 if d channels can be stored in fmt
 
 // ggml-compatible rows: n elements (a multiple of 32 for quantized formats)
-size_t kvt_row_bytes   (enum kvt_format fmt, int64_t n);
-void   kvt_row_from_f32(enum kvt_format fmt, const float * src, void * dst, int64_t n); // as ggml's reference quantizers, bit for bit
-void   kvt_row_to_f32  (enum kvt_format fmt, const void * src, float * dst, int64_t n);
+size_t kvt_row_bytes(enum kvt_format fmt, int64_t n);
+void kvt_row_from_f32(
+    enum kvt_format fmt, const float * src, void * dst, int64_t n); // as ggml's reference quantizers, bit for bit
+void kvt_row_to_f32(enum kvt_format fmt, const void * src, float * dst, int64_t n);
 
 // offsets and sizes in bytes; K and V of a page may have different formats
 struct kvt_page_layout {
     struct kvt_geometry geo;
-    enum kvt_format     fmt_k, fmt_v;
-    int32_t             d_v_pad;
-    size_t              k_sub_bytes, v_sub_bytes; // one head's 32 tokens
-    size_t              head_bytes;               // one head of the page, padded to 64
-    size_t              page_bytes;
+    enum kvt_format fmt_k, fmt_v;
+    int32_t d_v_pad;
+    size_t k_sub_bytes, v_sub_bytes; // one head's 32 tokens
+    size_t head_bytes;               // one head of the page, padded to 64
+    size_t page_bytes;
 };
-int kvt_page_layout_init(struct kvt_page_layout * out, const struct kvt_geometry * geo, enum kvt_format fmt_k, enum kvt_format fmt_v);
+int kvt_page_layout_init(
+    struct kvt_page_layout * out, const struct kvt_geometry * geo, enum kvt_format fmt_k, enum kvt_format fmt_v);
 
 static inline size_t kvt_k_sub_off(const struct kvt_page_layout * l, int32_t head, int32_t sub) {
-    return (size_t) head*l->head_bytes + (size_t) sub*(l->k_sub_bytes + l->v_sub_bytes);
+    return (size_t) head * l->head_bytes + (size_t) sub * (l->k_sub_bytes + l->v_sub_bytes);
 }
 static inline size_t kvt_v_sub_off(const struct kvt_page_layout * l, int32_t head, int32_t sub) {
     return kvt_k_sub_off(l, head, sub) + l->k_sub_bytes;
 }
 
 // one cell's row of K or V over all heads, as F32 [n_head_kv * d]
-void kvt_page_put_f32(const struct kvt_page_layout * l, void * page, enum kvt_part part, int32_t cell, const float * row);
-void kvt_page_get_f32(const struct kvt_page_layout * l, const void * page, enum kvt_part part, int32_t cell, float * row);
+void kvt_page_put_f32(
+    const struct kvt_page_layout * l, void * page, enum kvt_part part, int32_t cell, const float * row);
+void kvt_page_get_f32(
+    const struct kvt_page_layout * l, const void * page, enum kvt_part part, int32_t cell, float * row);
 // the same as a ggml row of type fmt [n_head_kv * d]: bit-exact when fmt is the page's own, else through F32
-void kvt_page_put_row(const struct kvt_page_layout * l, void * page, enum kvt_part part, int32_t cell, enum kvt_format fmt, const void * row);
-void kvt_page_get_row(const struct kvt_page_layout * l, const void * page, enum kvt_part part, int32_t cell, enum kvt_format fmt, void * row);
+void kvt_page_put_row(const struct kvt_page_layout * l, void * page, enum kvt_part part, int32_t cell,
+    enum kvt_format fmt, const void * row);
+void kvt_page_get_row(const struct kvt_page_layout * l, const void * page, enum kvt_part part, int32_t cell,
+    enum kvt_format fmt, void * row);
 
 // whole page from one pair of formats to another, same geometry; a plain copy when the formats agree
-void kvt_page_transcode(const struct kvt_page_layout * src_l, const void * src, const struct kvt_page_layout * dst_l, void * dst);
+void kvt_page_transcode(
+    const struct kvt_page_layout * src_l, const void * src, const struct kvt_page_layout * dst_l, void * dst);
 
 #ifdef __cplusplus
 }

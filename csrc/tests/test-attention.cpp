@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "attention-fixture.h"
 #include "../attention/attention-impl.h"
+#include "attention-fixture.h"
 
 enum mask_kind { NO_MASK, CAUSAL, WINDOW, RANDOM, BLOCKY, ALIBI, SOME_BLIND, PER_HEAD };
 
@@ -16,33 +16,36 @@ struct scenario {
     int n_queries, n_kv;
     kvt_format fmt_k, fmt_v;
     mask_kind mask;
-    bool  softcap, sinks, mixed, mass;
-    int   missing_every, absent_every;   // 0: none
-    int   n_threads;
-    int   lost_every = 0;   // 0: no lost cells; else of these pages one is gone, one has lost subs, one lost cells
-    int   drop_every = 0;   // 0: none; else of these pages one goes between pinning and reading
+    bool softcap, sinks, mixed, mass;
+    int missing_every, absent_every; // 0: none
+    int n_threads;
+    int lost_every = 0; // 0: no lost cells; else of these pages one is gone, one has lost subs, one lost cells
+    int drop_every = 0; // 0: none; else of these pages one goes between pinning and reading
 };
 
-static std::string describe(const scenario & c, const char * isa) {
+static std::string describe(const scenario& c, const char * isa) {
     char buf[400];
-    snprintf(buf, sizeof(buf), "%s kv heads %d group %d d %d/%d/%d page %d queries %d kv %d %s/%s mask %d softcap %d sinks %d mixed %d mass %d missing %d absent %d threads %d lost %d drop %d",
-             isa, c.n_head_kv, c.group, c.d_k, c.d_v, c.d_v_out, c.page_tokens, c.n_queries, c.n_kv, kvt_format_name(c.fmt_k), kvt_format_name(c.fmt_v),
-             c.mask, c.softcap, c.sinks, c.mixed, c.mass, c.missing_every, c.absent_every, c.n_threads, c.lost_every, c.drop_every);
+    snprintf(buf, sizeof(buf),
+        "%s kv heads %d group %d d %d/%d/%d page %d queries %d kv %d %s/%s mask %d softcap %d sinks %d mixed %d mass "
+        "%d missing %d absent %d threads %d lost %d drop %d",
+        isa, c.n_head_kv, c.group, c.d_k, c.d_v, c.d_v_out, c.page_tokens, c.n_queries, c.n_kv,
+        kvt_format_name(c.fmt_k), kvt_format_name(c.fmt_v), c.mask, c.softcap, c.sinks, c.mixed, c.mass,
+        c.missing_every, c.absent_every, c.n_threads, c.lost_every, c.drop_every);
     return buf;
 }
 
-static uint16_t mask_entry(const scenario & c, int head, int q, int t, std::mt19937 & rng) {
+static uint16_t mask_entry(const scenario& c, int head, int q, int t, std::mt19937& rng) {
     const uint16_t inf = 0xfc00;
     const int pos = c.n_kv - c.n_queries + q;
     switch (c.mask) {
-        case NO_MASK:    return 0;
-        case CAUSAL:     return t <= pos ? 0 : inf;
-        case WINDOW:     return t <= pos && t > pos - 70 ? 0 : inf;
-        case RANDOM:     return rng() % 3 == 0 ? inf : f16_bits((float) (rng() % 100)/50 - 1);
-        case BLOCKY:     return (t/64 + q/16) % 3 == 0 ? inf : 0;
-        case ALIBI:      return t <= pos ? f16_bits((float) (t - pos)) : inf;
+        case NO_MASK: return 0;
+        case CAUSAL: return t <= pos ? 0 : inf;
+        case WINDOW: return t <= pos && t > pos - 70 ? 0 : inf;
+        case RANDOM: return rng() % 3 == 0 ? inf : f16_bits((float) (rng() % 100) / 50 - 1);
+        case BLOCKY: return (t / 64 + q / 16) % 3 == 0 ? inf : 0;
+        case ALIBI: return t <= pos ? f16_bits((float) (t - pos)) : inf;
         case SOME_BLIND: return q % 3 == 1 || t > pos ? inf : 0;
-        case PER_HEAD:   return (t + head*7) % 5 == 0 ? inf : f16_bits((float) head/8);
+        case PER_HEAD: return (t + head * 7) % 5 == 0 ? inf : f16_bits((float) head / 8);
     }
     return 0;
 }
@@ -54,49 +57,56 @@ struct problem {
     std::vector<uint16_t> mask;
     kvt_attention_op op;
 
-    problem(const scenario & c, uint32_t seed);
+    problem(const scenario& c, uint32_t seed);
 };
 
 static const uint32_t PAGE_FIRST = 3;
 
-problem::problem(const scenario & c, uint32_t seed) : mem(PAGE_FIRST + (size_t) (c.n_kv + c.page_tokens - 1)/c.page_tokens + 1) {
+problem::problem(const scenario& c, uint32_t seed)
+    : mem(PAGE_FIRST + (size_t) (c.n_kv + c.page_tokens - 1) / c.page_tokens + 1) {
     std::mt19937 rng(seed);
     std::normal_distribution<float> normal;
     const kvt_geometry geo = { c.n_head_kv, c.d_k, c.d_v, c.page_tokens };
-    const kvt_format all[] = { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_1 };
-    std::vector<float> row((size_t) c.n_head_kv*std::max(c.d_k, c.d_v));
+    const kvt_format all[] = { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0,
+        KVT_FORMAT_Q4_1 };
+    std::vector<float> row((size_t) c.n_head_kv * std::max(c.d_k, c.d_v));
     for (size_t i = PAGE_FIRST; i + 1 < mem.pages.size(); i++) {
-        const kvt_page_layout * l = mem.layout(geo, c.mixed ? all[rng() % 6] : c.fmt_k, c.mixed ? all[rng() % 6] : c.fmt_v);
+        const kvt_page_layout * l = mem.layout(
+            geo, c.mixed ? all[rng() % 6] : c.fmt_k, c.mixed ? all[rng() % 6] : c.fmt_v);
         if (!l) l = mem.layout(geo, c.fmt_k, c.fmt_v);
         mem.set(i, l);
         for (int t = 0; t < c.page_tokens; t++) {
-            for (float & x : row) x = normal(rng)*1.5f;
+            for (float& x : row) x = normal(rng) * 1.5f;
             kvt_page_put_f32(l, mem.pages[i].data, KVT_PART_K, t, row.data());
-            for (float & x : row) x = normal(rng);
+            for (float& x : row) x = normal(rng);
             if (c.d_v) kvt_page_put_f32(l, mem.pages[i].data, KVT_PART_V, t, row.data());
         }
         mem.pages[i].missing = c.missing_every && i % c.missing_every == 0;
-        mem.pages[i].absent  = c.absent_every && i % c.absent_every == 1;
+        mem.pages[i].absent = c.absent_every && i % c.absent_every == 1;
         if (c.lost_every && i % c.lost_every < 3) {
             const int kind = i % c.lost_every;
-            for (int s = 0; s < c.page_tokens/32; s++) mem.pages[i].lost.push_back(kind == 0 || (kind == 1 && s % 2) ? UINT32_MAX : kind == 1 ? 0 : rng());
+            for (int s = 0; s < c.page_tokens / 32; s++)
+                mem.pages[i].lost.push_back(kind == 0 || (kind == 1 && s % 2) ? UINT32_MAX : kind == 1 ? 0 : rng());
             if (kind == 0) mem.pages[i].absent = true, mem.pages[i].missing = false;
         }
         if (c.drop_every && i % c.drop_every == 1) mem.pages[i].missing = mem.pages[i].drops = true;
     }
-    const int n_head_q = c.n_head_kv*c.group;
-    q.resize((size_t) c.n_queries*n_head_q*c.d_k);
-    for (float & x : q) x = normal(rng);
-    dst.assign((size_t) c.n_queries*n_head_q*c.d_v_out, NAN);
+    const int n_head_q = c.n_head_kv * c.group;
+    q.resize((size_t) c.n_queries * n_head_q * c.d_k);
+    for (float& x : q) x = normal(rng);
+    dst.assign((size_t) c.n_queries * n_head_q * c.d_v_out, NAN);
     for (int h = 0; h < n_head_q; h++) {
-        slopes.push_back(std::exp2(-(float) (h + 1)/2));
-        sinks.push_back(normal(rng)*3);
+        slopes.push_back(std::exp2(-(float) (h + 1) / 2));
+        sinks.push_back(normal(rng) * 3);
     }
-    const int n_masks = c.mask == PER_HEAD ? n_head_q : 1, stride = c.n_kv + 5;   // rows need not be aligned
+    const int n_masks = c.mask == PER_HEAD ? n_head_q : 1, stride = c.n_kv + 5; // rows need not be aligned
     if (c.mask != NO_MASK) {
-        for (int h = 0; h < n_masks; h++) for (int i = 0; i < c.n_queries; i++) for (int t = 0; t < stride; t++) {
-            mask.push_back(t < c.n_kv ? mask_entry(c, h, i, t, rng) : 0x7e00);   // NaN behind the row: must not be read as mask
-        }
+        for (int h = 0; h < n_masks; h++)
+            for (int i = 0; i < c.n_queries; i++)
+                for (int t = 0; t < stride; t++) {
+                    mask.push_back(t < c.n_kv ? mask_entry(c, h, i, t, rng)
+                                              : 0x7e00); // NaN behind the row: must not be read as mask
+                }
     }
     memset(&op, 0, sizeof(op));
     op.geo = geo;
@@ -105,57 +115,68 @@ problem::problem(const scenario & c, uint32_t seed) : mem(PAGE_FIRST + (size_t) 
     op.n_queries = c.n_queries;
     op.n_kv = c.n_kv;
     op.page_first = PAGE_FIRST;
-    op.scale = 1.0f/std::sqrt((float) c.d_k);
+    op.scale = 1.0f / std::sqrt((float) c.d_k);
     op.softcap = c.softcap ? 5.0f : 0.0f;
     op.slopes = c.mask == ALIBI || c.mask == RANDOM ? slopes.data() : nullptr;
     op.sinks = c.sinks ? sinks.data() : nullptr;
-    op.q = (const char *) q.data(); op.q_nb_head = c.d_k*sizeof(float); op.q_nb_query = op.q_nb_head*n_head_q;
+    op.q = (const char *) q.data();
+    op.q_nb_head = c.d_k * sizeof(float);
+    op.q_nb_query = op.q_nb_head * n_head_q;
     op.mask = mask.empty() ? nullptr : (const char *) mask.data();
-    op.mask_nb_query = stride*sizeof(uint16_t);
-    op.mask_nb_head = c.mask == PER_HEAD ? op.mask_nb_query*c.n_queries : 0;
-    op.dst = (char *) dst.data(); op.dst_nb_head = c.d_v_out*sizeof(float); op.dst_nb_query = op.dst_nb_head*n_head_q;
+    op.mask_nb_query = stride * sizeof(uint16_t);
+    op.mask_nb_head = c.mask == PER_HEAD ? op.mask_nb_query * c.n_queries : 0;
+    op.dst = (char *) dst.data();
+    op.dst_nb_head = c.d_v_out * sizeof(float);
+    op.dst_nb_query = op.dst_nb_head * n_head_q;
     op.source = &mem.source;
 }
 
-static double relative_error(const std::vector<float> & got, const std::vector<double> & want) {
+static double relative_error(const std::vector<float>& got, const std::vector<double>& want) {
     double diff = 0, norm = 0;
     for (size_t i = 0; i < want.size(); i++) {
         if (!std::isfinite(got[i])) return INFINITY;
-        diff += (got[i] - want[i])*(got[i] - want[i]);
-        norm += want[i]*want[i];
+        diff += (got[i] - want[i]) * (got[i] - want[i]);
+        norm += want[i] * want[i];
     }
-    return norm > 0 ? std::sqrt(diff/norm) : std::sqrt(diff);
+    return norm > 0 ? std::sqrt(diff / norm) : std::sqrt(diff);
 }
 
-static void check_mass(const scenario & c, const problem & p, const kvt_mass * m, const std::vector<double> & want, const std::string & what) {
-    const bool decode = c.d_v != 0 && c.group*c.n_queries <= 16;
+static void check_mass(
+    const scenario& c, const problem& p, const kvt_mass * m, const std::vector<double>& want, const std::string& what) {
+    const bool decode = c.d_v != 0 && c.group * c.n_queries <= 16;
     std::vector<double> mean(c.n_kv, 0.0), most(c.n_kv, 0.0);
-    for (int q = decode ? 0 : c.n_queries - 1; q < c.n_queries; q++) for (int t = 0; t < c.n_kv; t++) {
-        mean[t] = 0.75*mean[t] + 0.25*want[(size_t) q*c.n_kv + t];
-        most[t] = std::max(most[t], want[(size_t) q*c.n_kv + t]);
-    }
-    const size_t first = (size_t) PAGE_FIRST*c.page_tokens, n_pages = (size_t) (c.n_kv + c.page_tokens - 1)/c.page_tokens;
+    for (int q = decode ? 0 : c.n_queries - 1; q < c.n_queries; q++)
+        for (int t = 0; t < c.n_kv; t++) {
+            mean[t] = 0.75 * mean[t] + 0.25 * want[(size_t) q * c.n_kv + t];
+            most[t] = std::max(most[t], want[(size_t) q * c.n_kv + t]);
+        }
+    const size_t first = (size_t) PAGE_FIRST * c.page_tokens,
+                 n_pages = (size_t) (c.n_kv + c.page_tokens - 1) / c.page_tokens;
     double worst = 0, token_sum = 0;
     for (int t = 0; t < c.n_kv; t++) {
-        worst = std::max({ worst, std::fabs(m->token_mean[first + t] - mean[t]), std::fabs(m->token_max[first + t] - most[t]) });
+        worst = std::max(
+            { worst, std::fabs(m->token_mean[first + t] - mean[t]), std::fabs(m->token_max[first + t] - most[t]) });
         token_sum += m->token_mean[first + t];
     }
     for (size_t i = 0; i < n_pages; i++) {
         double page_mean = 0, page_max = 0;
         for (int q = decode ? 0 : c.n_queries - 1; q < c.n_queries; q++) {
             double sum = 0;
-            for (size_t t = i*c.page_tokens; t < (i + 1)*c.page_tokens && t < (size_t) c.n_kv; t++) sum += want[(size_t) q*c.n_kv + t];
-            page_mean = 0.75*page_mean + 0.25*sum;
-            page_max  = std::max(page_max, sum);
+            for (size_t t = i * c.page_tokens; t < (i + 1) * c.page_tokens && t < (size_t) c.n_kv; t++)
+                sum += want[(size_t) q * c.n_kv + t];
+            page_mean = 0.75 * page_mean + 0.25 * sum;
+            page_max = std::max(page_max, sum);
         }
-        worst = std::max({ worst, std::fabs(m->page_mean[PAGE_FIRST + i] - page_mean), std::fabs(m->page_max[PAGE_FIRST + i] - page_max) });
+        worst = std::max({ worst, std::fabs(m->page_mean[PAGE_FIRST + i] - page_mean),
+            std::fabs(m->page_max[PAGE_FIRST + i] - page_max) });
     }
-    const double n_head_q = c.group*c.n_head_kv;
-    CHECK_MSG(worst < 2e-5*n_head_q, "%s: mass off by %g", what.c_str(), worst);
+    const double n_head_q = c.group * c.n_head_kv;
+    CHECK_MSG(worst < 2e-5 * n_head_q, "%s: mass off by %g", what.c_str(), worst);
     if (c.mask == CAUSAL && !c.sinks && (!decode || c.n_queries == 1)) {
-        CHECK_MSG(std::fabs(token_sum - 0.25*n_head_q) < 1e-4*n_head_q, "%s: mass of a query is %g", what.c_str(), 4*token_sum);
+        CHECK_MSG(std::fabs(token_sum - 0.25 * n_head_q) < 1e-4 * n_head_q, "%s: mass of a query is %g", what.c_str(),
+            4 * token_sum);
     }
-    for (size_t i = 0; i < m->n_cells; i++) {   // other streams' cells stay as they were
+    for (size_t i = 0; i < m->n_cells; i++) { // other streams' cells stay as they were
         if (i < first || i >= first + c.n_kv) CHECK(m->token_mean[i] == 0.0f && m->token_max[i] == 0.0f);
     }
     CHECK(m->n_steps == (uint64_t) (decode ? c.n_queries : 1));
@@ -164,14 +185,16 @@ static void check_mass(const scenario & c, const problem & p, const kvt_mass * m
 
 static double g_worst[KVT_FORMAT_COUNT];
 
-static void run(kvt_attention * a, const scenario & c, const char * isa, uint32_t seed) {
+static void run(kvt_attention * a, const scenario& c, const char * isa, uint32_t seed) {
     const std::string what = describe(c, isa);
     problem p(c, seed);
     kvt_mass * mass = nullptr;
     if (c.mass) CHECK(kvt_mass_create(&mass, p.mem.pages.size(), c.page_tokens, 0.75f) == 0);
     p.op.mass = mass;
     kvt_attention_set_n_threads(a, c.n_threads);
-    if (a->probs.p) memset(a->probs.p, 0xff, a->probs.n_bytes);   // NaN: weights of an earlier operation are not taken for those of this one
+    if (a->probs.p)
+        memset(a->probs.p, 0xff,
+            a->probs.n_bytes); // NaN: weights of an earlier operation are not taken for those of this one
     const int err = kvt_attention_run(a, &p.op);
     CHECK_MSG(err == 0, "%s: error %d", what.c_str(), err);
     std::vector<double> want, want_mass;
@@ -181,110 +204,190 @@ static void run(kvt_attention * a, const scenario & c, const char * isa, uint32_
     CHECK_MSG(e < (quantized ? 1e-4 : 1e-5), "%s: relative error %g", what.c_str(), e);
     if (!c.mixed) g_worst[c.fmt_k] = std::max(g_worst[c.fmt_k], e);
     CHECK_MSG(p.mem.n_pinned() == 0, "%s: pages stay pinned", what.c_str());
-    CHECK_MSG(p.mem.most_missing_pins <= c.n_threads, "%s: %d read pages held at once", what.c_str(), p.mem.most_missing_pins);
+    CHECK_MSG(p.mem.most_missing_pins <= c.n_threads, "%s: %d read pages held at once", what.c_str(),
+        p.mem.most_missing_pins);
     if (mass) check_mass(c, p, mass, want_mass, what);
     kvt_mass_free(mass);
 }
 
-static const scenario BASE = { 3, 3, 64, 64, 64, 32, 1, 300, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false, false, false, 0, 0, 2 };
+static const scenario BASE = { 3, 3, 64, 64, 64, 32, 1, 300, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false,
+    false, false, 0, 0, 2 };
 
 static std::vector<scenario> scenarios() {
     std::vector<scenario> all;
-    const kvt_format formats[] = { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_1 };
-    for (kvt_format k : formats) for (kvt_format v : formats) for (int nq : { 1, 33 }) {
-        scenario c = BASE;
-        c.fmt_k = k; c.fmt_v = v; c.n_queries = nq; c.mass = true;
-        all.push_back(c);
-    }
-    const int shapes[][3] = { {40,40,40}, {64,64,64}, {72,72,72}, {80,80,80}, {96,96,96}, {112,112,112}, {128,128,128}, {192,128,128}, {256,256,256}, {576,512,512}, {576,0,512}, {96,0,64}, {40,0,33}, {1,1,1}, {7,50,50} };
-    for (const auto & s : shapes) for (int nq : { 1, 5, 40 }) for (int group : { 1, 4 }) {
-        scenario c = BASE;
-        c.n_head_kv = 2; c.group = group; c.d_k = s[0]; c.d_v = s[1]; c.d_v_out = s[2]; c.n_queries = nq; c.n_kv = 150; c.mass = nq != 5;
-        all.push_back(c);
-        if (s[0] % 32 == 0 && s[1] % 32 == 0) {
-            c.fmt_k = KVT_FORMAT_Q8_0; c.fmt_v = KVT_FORMAT_Q4_1;
-            all.push_back(c);
-            c.mixed = true;
+    const kvt_format formats[] = { KVT_FORMAT_F32, KVT_FORMAT_F16, KVT_FORMAT_BF16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0,
+        KVT_FORMAT_Q4_1 };
+    for (kvt_format k : formats)
+        for (kvt_format v : formats)
+            for (int nq : { 1, 33 }) {
+                scenario c = BASE;
+                c.fmt_k = k;
+                c.fmt_v = v;
+                c.n_queries = nq;
+                c.mass = true;
+                all.push_back(c);
+            }
+    const int shapes[][3] = { { 40, 40, 40 }, { 64, 64, 64 }, { 72, 72, 72 }, { 80, 80, 80 }, { 96, 96, 96 },
+        { 112, 112, 112 }, { 128, 128, 128 }, { 192, 128, 128 }, { 256, 256, 256 }, { 576, 512, 512 }, { 576, 0, 512 },
+        { 96, 0, 64 }, { 40, 0, 33 }, { 1, 1, 1 }, { 7, 50, 50 } };
+    for (const auto& s : shapes)
+        for (int nq : { 1, 5, 40 })
+            for (int group : { 1, 4 }) {
+                scenario c = BASE;
+                c.n_head_kv = 2;
+                c.group = group;
+                c.d_k = s[0];
+                c.d_v = s[1];
+                c.d_v_out = s[2];
+                c.n_queries = nq;
+                c.n_kv = 150;
+                c.mass = nq != 5;
+                all.push_back(c);
+                if (s[0] % 32 == 0 && s[1] % 32 == 0) {
+                    c.fmt_k = KVT_FORMAT_Q8_0;
+                    c.fmt_v = KVT_FORMAT_Q4_1;
+                    all.push_back(c);
+                    c.mixed = true;
+                    all.push_back(c);
+                }
+            }
+    for (mask_kind m : { NO_MASK, CAUSAL, WINDOW, RANDOM, BLOCKY, ALIBI, SOME_BLIND, PER_HEAD })
+        for (int nq : { 1, 2, 4, 17, 100 })
+            for (int bits = 0; bits < 4; bits++) {
+                scenario c = BASE;
+                c.mask = m;
+                c.n_queries = nq;
+                c.softcap = bits & 1;
+                c.sinks = bits & 2;
+                c.mass = !c.sinks;
+                c.page_tokens = 32 << bits % 3;
+                all.push_back(c);
+            }
+    for (int group = 1; group <= 20; group++)
+        for (kvt_format f : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0 }) {
+            scenario c = BASE;
+            c.n_head_kv = 1;
+            c.group = group;
+            c.fmt_k = c.fmt_v = f;
             all.push_back(c);
         }
-    }
-    for (mask_kind m : { NO_MASK, CAUSAL, WINDOW, RANDOM, BLOCKY, ALIBI, SOME_BLIND, PER_HEAD }) for (int nq : { 1, 2, 4, 17, 100 }) for (int bits = 0; bits < 4; bits++) {
-        scenario c = BASE;
-        c.mask = m; c.n_queries = nq; c.softcap = bits & 1; c.sinks = bits & 2; c.mass = !c.sinks; c.page_tokens = 32 << bits % 3;
-        all.push_back(c);
-    }
-    for (int group = 1; group <= 20; group++) for (kvt_format f : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0 }) {
-        scenario c = BASE;
-        c.n_head_kv = 1; c.group = group; c.fmt_k = c.fmt_v = f;
-        all.push_back(c);
-    }
-    for (int n_kv : { 1, 2, 31, 32, 33, 64, 127, 1000 }) for (int nq : { 1, 3, 30 }) for (int threads : { 1, 2, 5 }) {
-        scenario c = BASE;
-        c.n_kv = n_kv; c.n_queries = nq; c.n_threads = threads; c.mask = n_kv < nq ? NO_MASK : CAUSAL; c.mass = threads == 2;
-        c.missing_every = threads > 1 ? 2 : 0; c.absent_every = threads > 2 ? 3 : 0;
-        all.push_back(c);
-    }
-    for (int every : { 1, 2, 3 }) for (int nq : { 1, 50 }) for (int pt : { 32, 128 }) {
-        scenario c = BASE;
-        c.n_kv = 3000; c.n_queries = nq; c.page_tokens = pt; c.missing_every = every; c.absent_every = 4; c.mixed = true; c.mass = true; c.mask = BLOCKY;
-        all.push_back(c);
-    }
-    for (int every : { 3, 4, 7 }) for (int nq : { 1, 2, 40, 200 }) for (int pt : { 32, 128 }) for (mask_kind m : { CAUSAL, RANDOM }) {
-        scenario c = BASE;
-        c.n_kv = 1500; c.n_queries = nq; c.page_tokens = pt; c.mask = m; c.mass = true; c.missing_every = every % 2 ? 2 : 0; c.lost_every = every; c.n_threads = 2;
-        all.push_back(c);
-    }
-    for (int nq : { 1, 2, 40, 200 }) for (int pt : { 32, 128 }) for (int lost : { 0, 7 }) for (int threads : { 1, 3 }) {
-        scenario c = BASE;
-        c.n_kv = 1500; c.n_queries = nq; c.page_tokens = pt; c.mass = true; c.missing_every = 5; c.lost_every = lost; c.drop_every = 3; c.n_threads = threads;
-        all.push_back(c);
-    }
-    scenario mla = { 1, 128, 576, 0, 512, 32, 3, 200, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false, false, true, 3, 0, 3 };
+    for (int n_kv : { 1, 2, 31, 32, 33, 64, 127, 1000 })
+        for (int nq : { 1, 3, 30 })
+            for (int threads : { 1, 2, 5 }) {
+                scenario c = BASE;
+                c.n_kv = n_kv;
+                c.n_queries = nq;
+                c.n_threads = threads;
+                c.mask = n_kv < nq ? NO_MASK : CAUSAL;
+                c.mass = threads == 2;
+                c.missing_every = threads > 1 ? 2 : 0;
+                c.absent_every = threads > 2 ? 3 : 0;
+                all.push_back(c);
+            }
+    for (int every : { 1, 2, 3 })
+        for (int nq : { 1, 50 })
+            for (int pt : { 32, 128 }) {
+                scenario c = BASE;
+                c.n_kv = 3000;
+                c.n_queries = nq;
+                c.page_tokens = pt;
+                c.missing_every = every;
+                c.absent_every = 4;
+                c.mixed = true;
+                c.mass = true;
+                c.mask = BLOCKY;
+                all.push_back(c);
+            }
+    for (int every : { 3, 4, 7 })
+        for (int nq : { 1, 2, 40, 200 })
+            for (int pt : { 32, 128 })
+                for (mask_kind m : { CAUSAL, RANDOM }) {
+                    scenario c = BASE;
+                    c.n_kv = 1500;
+                    c.n_queries = nq;
+                    c.page_tokens = pt;
+                    c.mask = m;
+                    c.mass = true;
+                    c.missing_every = every % 2 ? 2 : 0;
+                    c.lost_every = every;
+                    c.n_threads = 2;
+                    all.push_back(c);
+                }
+    for (int nq : { 1, 2, 40, 200 })
+        for (int pt : { 32, 128 })
+            for (int lost : { 0, 7 })
+                for (int threads : { 1, 3 }) {
+                    scenario c = BASE;
+                    c.n_kv = 1500;
+                    c.n_queries = nq;
+                    c.page_tokens = pt;
+                    c.mass = true;
+                    c.missing_every = 5;
+                    c.lost_every = lost;
+                    c.drop_every = 3;
+                    c.n_threads = threads;
+                    all.push_back(c);
+                }
+    scenario mla = { 1, 128, 576, 0, 512, 32, 3, 200, KVT_FORMAT_F16, KVT_FORMAT_F16, CAUSAL, false, false, false, true,
+        3, 0, 3 };
     all.push_back(mla);
-    mla.n_queries = 1; mla.drop_every = 4;
+    mla.n_queries = 1;
+    mla.drop_every = 4;
     all.push_back(mla);
     return all;
 }
 
 // the n-th acquire fails, for every n: the error comes out and nothing stays pinned
 static void errors_unpin(kvt_attention * a) {
-    for (int nq : { 1, 40 }) for (int threads : { 1, 3 }) for (int n = 0; ; n++) {
-        scenario c = BASE;
-        c.n_kv = 700; c.n_queries = nq; c.missing_every = 2; c.n_threads = threads;
-        problem p(c, 5);
-        p.mem.fail_at = n;
-        kvt_attention_set_n_threads(a, threads);
-        const int err = kvt_attention_run(a, &p.op);
-        CHECK(p.mem.n_pinned() == 0);
-        if (p.mem.n_acquired <= n) {
-            CHECK(err == 0);
-            break;
-        }
-        CHECK(err == KVT_ERR_IO);
-    }
+    for (int nq : { 1, 40 })
+        for (int threads : { 1, 3 })
+            for (int n = 0;; n++) {
+                scenario c = BASE;
+                c.n_kv = 700;
+                c.n_queries = nq;
+                c.missing_every = 2;
+                c.n_threads = threads;
+                problem p(c, 5);
+                p.mem.fail_at = n;
+                kvt_attention_set_n_threads(a, threads);
+                const int err = kvt_attention_run(a, &p.op);
+                CHECK(p.mem.n_pinned() == 0);
+                if (p.mem.n_acquired <= n) {
+                    CHECK(err == 0);
+                    break;
+                }
+                CHECK(err == KVT_ERR_IO);
+            }
 }
 
 // neither the number of threads nor what had to be read changes a bit
 static void same_bits(kvt_attention * a) {
-    for (int nq : { 1, 4, 40, 200 }) for (kvt_format f : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0 }) {
-        std::vector<float> first;
-        for (int threads : { 1, 2, 5 }) for (int every : { 0, 1, 3 }) {
-            scenario c = BASE;
-            c.n_kv = 2100; c.n_queries = nq; c.fmt_k = c.fmt_v = f; c.n_threads = threads; c.missing_every = every;
-            problem p(c, 11);
-            kvt_attention_set_n_threads(a, threads);
-            CHECK(kvt_attention_run(a, &p.op) == 0);
-            if (first.empty()) first = p.dst;
-            CHECK_MSG(memcmp(first.data(), p.dst.data(), first.size()*sizeof(float)) == 0, "%s: other bits", describe(c, kvt_isa_active()).c_str());
+    for (int nq : { 1, 4, 40, 200 })
+        for (kvt_format f : { KVT_FORMAT_F16, KVT_FORMAT_Q8_0 }) {
+            std::vector<float> first;
+            for (int threads : { 1, 2, 5 })
+                for (int every : { 0, 1, 3 }) {
+                    scenario c = BASE;
+                    c.n_kv = 2100;
+                    c.n_queries = nq;
+                    c.fmt_k = c.fmt_v = f;
+                    c.n_threads = threads;
+                    c.missing_every = every;
+                    problem p(c, 11);
+                    kvt_attention_set_n_threads(a, threads);
+                    CHECK(kvt_attention_run(a, &p.op) == 0);
+                    if (first.empty()) first = p.dst;
+                    CHECK_MSG(memcmp(first.data(), p.dst.data(), first.size() * sizeof(float)) == 0, "%s: other bits",
+                        describe(c, kvt_isa_active()).c_str());
+                }
         }
-    }
 }
 
 // A page may be dropped, and its mass with it, as soon as nobody holds it: nothing is added to that mass afterwards.
 static kvt_mass * g_mass;
 static void release_and_drop(void * ctx, const kvt_page_ref * refs, size_t n) {
     memory_pages::release_many(ctx, refs, n);
-    for (size_t i = 0; i < n; i++) kvt_mass_clear(g_mass, (size_t) refs[i].page*BASE.page_tokens, BASE.page_tokens);
+    for (size_t i = 0; i < n; i++) kvt_mass_clear(g_mass, (size_t) refs[i].page * BASE.page_tokens, BASE.page_tokens);
 }
 
 static void mass_goes_with_its_page(kvt_attention * a) {
@@ -298,24 +401,24 @@ static void mass_goes_with_its_page(kvt_attention * a) {
         CHECK(kvt_attention_run(a, &p.op) == 0);
         CHECK(g_mass->n_steps == 1);
         CHECK(std::all_of(g_mass->token_mean, g_mass->token_mean + g_mass->n_cells, [](float x) { return x == 0.0f; }));
-        CHECK(std::all_of(g_mass->page_mean,  g_mass->page_mean  + g_mass->n_pages, [](float x) { return x == 0.0f; }));
+        CHECK(std::all_of(g_mass->page_mean, g_mass->page_mean + g_mass->n_pages, [](float x) { return x == 0.0f; }));
         kvt_mass_free(g_mass);
     }
 }
 
 static void bad_operations(kvt_attention * a) {
-    const auto refuse = [a](void (*spoil)(kvt_attention_op &)) {
+    const auto refuse = [a](void (*spoil)(kvt_attention_op&)) {
         problem p(BASE, 9);
         spoil(p.op);
         CHECK(kvt_attention_run(a, &p.op) == KVT_ERR_INVALID);
         CHECK(p.mem.n_pinned() == 0);
     };
-    refuse([](kvt_attention_op & op) { op.n_kv = 0; });
-    refuse([](kvt_attention_op & op) { op.n_queries = 0; });
-    refuse([](kvt_attention_op & op) { op.n_head_q = 10; });
-    refuse([](kvt_attention_op & op) { op.d_v_out = 65; });
-    refuse([](kvt_attention_op & op) { op.geo.page_tokens = 48; });
-    refuse([](kvt_attention_op & op) { op.q = nullptr; });
+    refuse([](kvt_attention_op& op) { op.n_kv = 0; });
+    refuse([](kvt_attention_op& op) { op.n_queries = 0; });
+    refuse([](kvt_attention_op& op) { op.n_head_q = 10; });
+    refuse([](kvt_attention_op& op) { op.d_v_out = 65; });
+    refuse([](kvt_attention_op& op) { op.geo.page_tokens = 48; });
+    refuse([](kvt_attention_op& op) { op.q = nullptr; });
 }
 
 int main(int argc, char ** argv) {
@@ -331,7 +434,7 @@ int main(int argc, char ** argv) {
         CHECK(strcmp(kvt_isa_active(), isas[i]) == 0);
         uint32_t seed = 1;
         std::fill(g_worst, g_worst + KVT_FORMAT_COUNT, 0.0);
-        for (const scenario & c : all) run(a, c, isas[i], seed++);
+        for (const scenario& c : all) run(a, c, isas[i], seed++);
         errors_unpin(a);
         same_bits(a);
         mass_goes_with_its_page(a);

@@ -46,7 +46,7 @@ static void test_names() {
     }
     CHECK_EQ(kvt_format_parse(nullptr, &got), KVT_ERR_INVALID);
     CHECK(kvt_format_name((enum kvt_format) 6) == nullptr);
-    CHECK(kvt_format_name((enum kvt_format) -1) == nullptr);
+    CHECK(kvt_format_name((enum kvt_format) - 1) == nullptr);
     CHECK(kvt_format_supports(KVT_FORMAT_Q4_0, 64) && !kvt_format_supports(KVT_FORMAT_Q4_0, 80));
     CHECK(kvt_format_supports(KVT_FORMAT_F16, 80) && !kvt_format_supports(KVT_FORMAT_F16, 0));
     CHECK_EQ(kvt_row_bytes(KVT_FORMAT_F32, 64), 256);
@@ -59,9 +59,7 @@ static void test_names() {
 static void test_f16_exact_values() {
     std::vector<uint16_t> h(65536), back(65536);
     std::vector<float> f(65536);
-    for (int i = 0; i < 65536; i++) {
-        h[i] = (uint16_t) i;
-    }
+    for (int i = 0; i < 65536; i++) { h[i] = (uint16_t) i; }
     kvt_row_to_f32(KVT_FORMAT_F16, h.data(), f.data(), 65536);
     kvt_row_from_f32(KVT_FORMAT_F16, f.data(), back.data(), 65536);
     for (int i = 0; i < 65536; i++) {
@@ -91,15 +89,15 @@ static void test_f16_rounding() {
         for (uint16_t h = 0; h < 0x7c00; h++) {
             const double lo = f16_value(h);
             const double hi = h + 1 == 0x7c00 ? 65536.0 : f16_value((uint16_t) (h + 1));
-            const float mid = (float) ((lo + hi)/2); // exact
+            const float mid = (float) ((lo + hi) / 2); // exact
             const uint16_t even = h % 2 == 0 ? h : (uint16_t) (h + 1);
             const float m = sign ? -1.0f : 1.0f;
             float x[24];
             uint16_t y[24];
             for (int i = 0; i < 24; i += 3) {
-                x[i] = m*mid;
-                x[i + 1] = m*nextafterf(mid, 0.0f);
-                x[i + 2] = m*nextafterf(mid, INFINITY);
+                x[i] = m * mid;
+                x[i + 1] = m * nextafterf(mid, 0.0f);
+                x[i + 2] = m * nextafterf(mid, INFINITY);
             }
             kvt_row_from_f32(KVT_FORMAT_F16, x, y, 24); // whole vectors
             for (int i = 0; i < 3; i++) {
@@ -154,15 +152,16 @@ static void test_bf16() {
 
 // One row with the blocks that ggml makes of it.
 static void test_published_blocks() {
-    static const uint8_t q8[] = { 0x68, 0x29, 0xae, 0x46, 0xd7, 0x6f, 0x00, 0x91, 0x29, 0xba, 0x52, 0xe3, 0x7b, 0x0c, 0x9e, 0x35, 0xc7,
-        0x5e, 0xf0, 0x81, 0x19, 0xaa, 0x42, 0xd3, 0x6b, 0xfc, 0x8d, 0x25, 0xb6, 0x4e, 0xdf, 0x77, 0x08, 0x9a };
-    static const uint8_t q40[] = { 0x5d, 0x39, 0x73, 0x0c, 0xa5, 0x3f, 0xc8, 0x51, 0xfb, 0x84, 0x1d, 0xa6, 0x3f, 0xd9, 0x62, 0xfb, 0x94, 0x2e };
-    static const uint8_t q41[] = { 0xa1, 0x39, 0x5d, 0xc5, 0x73, 0x0c, 0x95, 0x2e, 0xc8, 0x51, 0xea, 0x73, 0x1d, 0xa6, 0x3f, 0xc8, 0x62, 0xfb, 0x84, 0x1d };
+    static const uint8_t q8[] = { 0x68, 0x29, 0xae, 0x46, 0xd7, 0x6f, 0x00, 0x91, 0x29, 0xba, 0x52, 0xe3, 0x7b, 0x0c,
+        0x9e, 0x35, 0xc7, 0x5e, 0xf0, 0x81, 0x19, 0xaa, 0x42, 0xd3, 0x6b, 0xfc, 0x8d, 0x25, 0xb6, 0x4e, 0xdf, 0x77,
+        0x08, 0x9a };
+    static const uint8_t q40[] = { 0x5d, 0x39, 0x73, 0x0c, 0xa5, 0x3f, 0xc8, 0x51, 0xfb, 0x84, 0x1d, 0xa6, 0x3f, 0xd9,
+        0x62, 0xfb, 0x94, 0x2e };
+    static const uint8_t q41[] = { 0xa1, 0x39, 0x5d, 0xc5, 0x73, 0x0c, 0x95, 0x2e, 0xc8, 0x51, 0xea, 0x73, 0x1d, 0xa6,
+        0x3f, 0xc8, 0x62, 0xfb, 0x84, 0x1d };
     float x[32];
     uint8_t got[64];
-    for (int j = 0; j < 32; j++) {
-        x[j] = ((float) ((j*37 + 11)%64) - 31.0f)*0.173f;
-    }
+    for (int j = 0; j < 32; j++) { x[j] = ((float) ((j * 37 + 11) % 64) - 31.0f) * 0.173f; }
     kvt_row_from_f32(KVT_FORMAT_Q8_0, x, got, 32);
     CHECK(memcmp(got, q8, sizeof(q8)) == 0);
     kvt_row_from_f32(KVT_FORMAT_Q4_0, x, got, 32);
@@ -179,8 +178,8 @@ static void expect_block(enum kvt_format fmt, const float * x, uint8_t * b) {
         hi = x[j] > hi ? x[j] : hi;
         big = fabsf(x[j]) > fabsf(big) ? x[j] : big;
     }
-    volatile float d = fmt == KVT_FORMAT_Q8_0 ? fabsf(big)/127 : fmt == KVT_FORMAT_Q4_0 ? big/-8 : (hi - lo)/15;
-    volatile float inv = d != 0 ? 1/d : 0;
+    volatile float d = fmt == KVT_FORMAT_Q8_0 ? fabsf(big) / 127 : fmt == KVT_FORMAT_Q4_0 ? big / -8 : (hi - lo) / 15;
+    volatile float inv = d != 0 ? 1 / d : 0;
     uint16_t h = to_f16(d);
     memcpy(b, &h, 2);
     int at = 2;
@@ -192,7 +191,7 @@ static void expect_block(enum kvt_format fmt, const float * x, uint8_t * b) {
     int q[32];
     for (int j = 0; j < 32; j++) {
         volatile float v = fmt == KVT_FORMAT_Q4_1 ? x[j] - lo : x[j];
-        v = v*inv;
+        v = v * inv;
         if (fmt == KVT_FORMAT_Q8_0) {
             q[j] = (int) (v < 0 ? -floor(0.5 - (double) v) : floor((double) v + 0.5)); // halves away from zero
         } else {
@@ -205,18 +204,18 @@ static void expect_block(enum kvt_format fmt, const float * x, uint8_t * b) {
     }
 }
 
-static void fill_row(std::mt19937 & rng, int kind, std::vector<float> & x) {
+static void fill_row(std::mt19937& rng, int kind, std::vector<float>& x) {
     std::normal_distribution<float> gauss;
-    for (float & v : x) {
+    for (float& v : x) {
         switch (kind) {
-            case 0:  v = 0.0f; break;
-            case 1:  v = gauss(rng); break;
-            case 2:  v = gauss(rng)*1e-20f; break;
-            case 3:  v = gauss(rng)*1e30f; break;
-            case 4:  v = (float) ((int) (rng()%255) - 127)/2.0f; break;   // ties
-            case 5:  v = rng()%16 == 0 ? gauss(rng)*1000 : gauss(rng)*0.01f; break;
-            case 6:  v = 3.25f; break;                                    // constant
-            default: v = rng()%2 ? 0.0f : -0.0f; break;
+            case 0: v = 0.0f; break;
+            case 1: v = gauss(rng); break;
+            case 2: v = gauss(rng) * 1e-20f; break;
+            case 3: v = gauss(rng) * 1e30f; break;
+            case 4: v = (float) ((int) (rng() % 255) - 127) / 2.0f; break; // ties
+            case 5: v = rng() % 16 == 0 ? gauss(rng) * 1000 : gauss(rng) * 0.01f; break;
+            case 6: v = 3.25f; break; // constant
+            default: v = rng() % 2 ? 0.0f : -0.0f; break;
         }
     }
 }
@@ -225,30 +224,28 @@ static void test_quantized_rows() {
     std::mt19937 rng(7);
     const int n = 256;
     std::vector<float> x(n), y(n);
-    std::vector<uint8_t> got(4*n), want(4*n);
+    std::vector<uint8_t> got(4 * n), want(4 * n);
     for (const enum kvt_format fmt : { KVT_FORMAT_Q8_0, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_1 }) {
         const size_t b = kvt_row_bytes(fmt, 32);
         for (int round = 0; round < 800; round++) {
-            fill_row(rng, round%8, x);
+            fill_row(rng, round % 8, x);
             kvt_row_from_f32(fmt, x.data(), got.data(), n);
-            for (int i = 0; i < n/32; i++) {
-                expect_block(fmt, &x[32*i], &want[b*i]);
-            }
-            CHECK(memcmp(got.data(), want.data(), b*n/32) == 0);
-            if (round%8 == 3 || round%8 == 2) {
+            for (int i = 0; i < n / 32; i++) { expect_block(fmt, &x[32 * i], &want[b * i]); }
+            CHECK(memcmp(got.data(), want.data(), b * n / 32) == 0);
+            if (round % 8 == 3 || round % 8 == 2) {
                 continue; // the scale is not representable in f16
             }
             kvt_row_to_f32(fmt, got.data(), y.data(), n);
             for (int i = 0; i < n; i++) {
                 uint16_t hd;
-                memcpy(&hd, &got[b*(i/32)], 2);
+                memcpy(&hd, &got[b * (i / 32)], 2);
                 const double step = fabs(f16_value(hd));
                 // half a step of the quantizer, one for the clamp of Q4_0, and the f16 rounding of scale and minimum
-                double room = (fmt == KVT_FORMAT_Q4_0 ? 1.01 : 0.51)*step + 130*step/1024;
+                double room = (fmt == KVT_FORMAT_Q4_0 ? 1.01 : 0.51) * step + 130 * step / 1024;
                 if (fmt == KVT_FORMAT_Q4_1) {
                     uint16_t hm;
-                    memcpy(&hm, &got[b*(i/32) + 2], 2);
-                    room += fabs(f16_value(hm))/1024;
+                    memcpy(&hm, &got[b * (i / 32) + 2], 2);
+                    room += fabs(f16_value(hm)) / 1024;
                 }
                 CHECK(fabs((double) x[i] - y[i]) <= room + 1e-7);
             }
@@ -256,9 +253,7 @@ static void test_quantized_rows() {
         float zeros[32];
         const std::vector<uint8_t> z(b, 0);
         kvt_row_to_f32(fmt, z.data(), zeros, 32);
-        for (const float f : zeros) {
-            CHECK(f == 0.0f);
-        }
+        for (const float f : zeros) { CHECK(f == 0.0f); }
         // what no block can hold still ends in some bytes, not in undefined behaviour
         for (const float odd : { NAN, INFINITY, -INFINITY, 1e-45f, 1e-40f, 3.4e38f }) {
             fill_row(rng, 1, x);

@@ -9,7 +9,7 @@
 
 #include <cerrno>
 
-static std::string open_error(const struct kvt_store_params & p, int code) {
+static std::string open_error(const struct kvt_store_params& p, int code) {
     struct kvt_store * s = nullptr;
     char err[512] = "";
     CHECK_EQ(kvt_store_open(&p, &s, err, sizeof(err)), code);
@@ -75,13 +75,9 @@ static void test_orphans_and_neighbours() {
     if (child == 0) {
         struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
         struct kvt_array * a = add_array(s, array_params(0, 12));
-        for (uint32_t i = 0; i < 12; i++) {
-            CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < 12; i++) { CHECK_EQ(write_page(a, i, i), KVT_ERR_OK); }
         CHECK_EQ(write(ready[1], "x", 1), 1);
-        for (;;) {
-            pause();
-        }
+        for (;;) { pause(); }
     }
     char c;
     CHECK_EQ(read(ready[0], &c, 1), 1);
@@ -91,12 +87,8 @@ static void test_orphans_and_neighbours() {
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
     CHECK_EQ(dir.files().size(), 3);
     struct kvt_array * a = add_array(s, array_params(0, 12));
-    for (uint32_t i = 0; i < 12; i++) {
-        CHECK_EQ(write_page(a, i, 50 + i), KVT_ERR_OK);
-    }
-    for (uint32_t i = 0; i < 12; i++) {
-        CHECK_EQ(check_page(a, i, 50 + i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 12; i++) { CHECK_EQ(write_page(a, i, 50 + i), KVT_ERR_OK); }
+    for (uint32_t i = 0; i < 12; i++) { CHECK_EQ(check_page(a, i, 50 + i), KVT_ERR_OK); }
     kvt_store_close(s);
     CHECK_EQ(dir.files().size(), 2);
 

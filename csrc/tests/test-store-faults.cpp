@@ -12,12 +12,12 @@
 #include <new>
 
 struct faulty_disk {
-    std::atomic<long> n_ops{0};
-    long fail_at = -1;          // this operation fails
-    bool for_good = false;      // and all after it
-    int  sys_errno = EIO;
-    std::atomic<long> n_failed{0};
-    std::atomic<long> space{1L << 60};   // bytes that may still be written
+    std::atomic<long> n_ops{ 0 };
+    long fail_at = -1;     // this operation fails
+    bool for_good = false; // and all after it
+    int sys_errno = EIO;
+    std::atomic<long> n_failed{ 0 };
+    std::atomic<long> space{ 1L << 60 }; // bytes that may still be written
 };
 
 static bool fails(faulty_disk * d) {
@@ -43,7 +43,7 @@ static int faulty_read(void * ctx, int fd, void * buf, size_t n_bytes, int64_t o
 static int faulty_write(void * ctx, int fd, const void * buf, size_t n_bytes, int64_t off, int * sys_errno) {
     faulty_disk * d = (faulty_disk *) ctx;
     if (fails(d)) {
-        CHECK_EQ(pwrite(fd, buf, n_bytes/2, off), n_bytes/2);
+        CHECK_EQ(pwrite(fd, buf, n_bytes / 2, off), n_bytes / 2);
         *sys_errno = d->sys_errno;
         return KVT_ERR_IO;
     }
@@ -66,12 +66,12 @@ static int faulty_punch(void * ctx, int, int64_t, size_t, int * sys_errno) {
     return KVT_ERR_OK;
 }
 
-static bool names_page_and_tier(const std::string & text) {
+static bool names_page_and_tier(const std::string& text) {
     return has(text, "layer 6, page ") && has(text, "disk tier");
 }
 
 // Writes, scans and rewrites 12 pages over 4 host frames. Returns the number of errors seen; checks all that is read.
-static size_t workload(struct kvt_store * s, struct kvt_array * a, std::vector<int> & version) {
+static size_t workload(struct kvt_store * s, struct kvt_array * a, std::vector<int>& version) {
     size_t n_errors = 0;
     const auto note = [&](int r) {
         if (r != KVT_ERR_OK) {
@@ -84,26 +84,20 @@ static size_t workload(struct kvt_store * s, struct kvt_array * a, std::vector<i
     };
     for (int round = 0; round < 2; round++) {
         for (uint32_t i = 0; i < 12; i++) {
-            if (note(write_page(a, i, (uint32_t) (100*round + i)))) {
-                version[i] = (int) (100*round + i);
-            }
+            if (note(write_page(a, i, (uint32_t) (100 * round + i)))) { version[i] = (int) (100 * round + i); }
         }
         std::vector<uint32_t> all = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 };
         kvt_array_prefetch(a, all.data(), all.size());
         for (uint32_t i = 0; i < 12; i++) {
-            if (version[i] >= 0) {
-                note(check_page(a, i, (uint32_t) version[i]));
-            }
+            if (version[i] >= 0) { note(check_page(a, i, (uint32_t) version[i])); }
         }
         kvt_store_tick(s);
     }
-    if (kvt_store_flush(s) != KVT_ERR_OK) {
-        CHECK(names_page_and_tier(last_error(s)));
-    }
+    if (kvt_store_flush(s) != KVT_ERR_OK) { CHECK(names_page_and_tier(last_error(s))); }
     return n_errors;
 }
 
-static struct kvt_store * open_faulty(const temp_dir & dir, faulty_disk * d, struct kvt_array ** a) {
+static struct kvt_store * open_faulty(const temp_dir& dir, faulty_disk * d, struct kvt_array ** a) {
     const struct kvt_disk_ops ops = { d, faulty_read, faulty_write, faulty_punch };
     struct kvt_store_params p = small_params(dir.path.c_str(), 6, 64);
     p.disk_ops = &ops;
@@ -113,13 +107,11 @@ static struct kvt_store * open_faulty(const temp_dir & dir, faulty_disk * d, str
 }
 
 // After the faults are over, every page that was written is still there with what was last written to it.
-static void check_all(faulty_disk * d, struct kvt_array * a, const std::vector<int> & version) {
+static void check_all(faulty_disk * d, struct kvt_array * a, const std::vector<int>& version) {
     d->fail_at = -1;
-    d->space   = 1L << 60;
+    d->space = 1L << 60;
     for (uint32_t i = 0; i < 12; i++) {
-        if (version[i] >= 0) {
-            CHECK_EQ(check_page(a, i, (uint32_t) version[i]), KVT_ERR_OK);
-        }
+        if (version[i] >= 0) { CHECK_EQ(check_page(a, i, (uint32_t) version[i]), KVT_ERR_OK); }
     }
 }
 
@@ -129,7 +121,7 @@ static void test_every_operation_fails_once() {
         for (long n = -1; n < n_ops || n == -1; n++) {
             temp_dir dir;
             faulty_disk d;
-            d.fail_at  = n;
+            d.fail_at = n;
             d.for_good = for_good;
             struct kvt_array * a;
             struct kvt_store * s = open_faulty(dir, &d, &a);
@@ -154,7 +146,7 @@ static void test_full_disk() {
     for (long slots = 0; slots <= 9; slots++) {
         temp_dir dir;
         faulty_disk d;
-        d.space = slots*(long) (PAGE_F16 + 64);
+        d.space = slots * (long) (PAGE_F16 + 64);
         struct kvt_array * a;
         struct kvt_store * s = open_faulty(dir, &d, &a);
         std::vector<int> version(12, -1);
@@ -171,9 +163,7 @@ static void test_full_disk() {
             CHECK(has(last_error(s), strerror(ENOSPC)));
         }
         CHECK_EQ(n_errors > 0, slots < 8); // four frames on the host beside two that pages pass through
-        for (uint32_t i = 0; i < 12; i++) {
-            CHECK(version[i] < 0 || check_page(a, i, i) == KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < 12; i++) { CHECK(version[i] < 0 || check_page(a, i, i) == KVT_ERR_OK); }
         check_all(&d, a, version);
         kvt_store_close(s);
     }
@@ -191,10 +181,8 @@ static void test_disk_budget() {
     }
     CHECK_EQ(r, KVT_ERR_DISK_FULL);
     CHECK_EQ(n, 9);
-    CHECK(names_page_and_tier(last_error(s)) && has(last_error(s), std::to_string(5*SLOT_F16)));
-    for (uint32_t i = 0; i < n; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    CHECK(names_page_and_tier(last_error(s)) && has(last_error(s), std::to_string(5 * SLOT_F16)));
+    for (uint32_t i = 0; i < n; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     // a slot comes free, and it goes on
     CHECK_EQ(kvt_array_discard(a, 0, 1), KVT_ERR_OK);
     CHECK_EQ(write_page(a, 9, 9), KVT_ERR_OK);
@@ -202,7 +190,8 @@ static void test_disk_budget() {
     kvt_store_close(s);
 }
 
-// Frames for passing pages keep their last ones for a while: take others through, so that the next read is one of the disk.
+// Frames for passing pages keep their last ones for a while: take others through, so that the next read is one of the
+// disk.
 static void pass_through(struct kvt_array * a) {
     for (const uint32_t i : { 4u, 5u }) {
         CHECK_EQ(info_of(a, i).tier, KVT_TIER_DISK);
@@ -224,9 +213,10 @@ static void test_changed_bytes() {
     const std::string path = dir.files()[0];
     const int fd = open(path.c_str(), O_RDWR);
     CHECK(fd >= 0);
-    for (const size_t at : { (size_t) 0, PAGE_F16/2, PAGE_F16 - 1, PAGE_F16, PAGE_F16 + 20, PAGE_F16 + 24, PAGE_F16 + 63 }) {
+    for (const size_t at :
+        { (size_t) 0, PAGE_F16 / 2, PAGE_F16 - 1, PAGE_F16, PAGE_F16 + 20, PAGE_F16 + 24, PAGE_F16 + 63 }) {
         uint8_t b;
-        const off_t off = (off_t) (1*SLOT_F16 + at);
+        const off_t off = (off_t) (1 * SLOT_F16 + at);
         CHECK_EQ(pread(fd, &b, 1, off), 1);
         b ^= 0x10;
         CHECK_EQ(pwrite(fd, &b, 1, off), 1);
@@ -282,7 +272,7 @@ static void test_file_size_limit() {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        struct rlimit limit = { 3*SLOT_F16 + 1000, 3*SLOT_F16 + 1000 };
+        struct rlimit limit = { 3 * SLOT_F16 + 1000, 3 * SLOT_F16 + 1000 };
         CHECK_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
         struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
         struct kvt_array * a = add_array(s, array_params(6, 12));
@@ -296,9 +286,7 @@ static void test_file_size_limit() {
             CHECK(r == KVT_ERR_OK || (names_page_and_tier(last_error(s)) && has(last_error(s), strerror(EFBIG))));
         }
         CHECK(n_errors > 0);
-        for (uint32_t i = 0; i < 12; i++) {
-            CHECK(version[i] < 0 || check_page(a, i, i) == KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < 12; i++) { CHECK(version[i] < 0 || check_page(a, i, i) == KVT_ERR_OK); }
         kvt_store_close(s);
         _exit(0);
     }
@@ -318,23 +306,22 @@ static void test_slots_that_cannot_be_freed() {
     struct kvt_store * s = open_store(p);
     uint64_t held = 0;
     for (uint32_t round = 0; round < 6; round++) {
-        struct kvt_array_params ap = array_params(6, round % 2 ? 18 : 12); // of other sizes, in the same bytes of the file
+        struct kvt_array_params ap = array_params(
+            6, round % 2 ? 18 : 12); // of other sizes, in the same bytes of the file
         ap.geo.d_k = ap.geo.d_v = round % 2 ? 32 : 64;
         struct kvt_array * a = add_array(s, ap);
         for (uint32_t i = 0; i < kvt_array_n_pages(a); i++) {
             CHECK_EQ(write_page(a, i, round), KVT_ERR_OK);
             check_budgets(s);
         }
-        for (uint32_t i = 0; i < kvt_array_n_pages(a); i++) {
-            CHECK_EQ(check_page(a, i, round), KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < kvt_array_n_pages(a); i++) { CHECK_EQ(check_page(a, i, round), KVT_ERR_OK); }
         kvt_store_array_remove(a);
         check_budgets(s);
         CHECK_EQ(stats_of(s).tier[KVT_TIER_DISK].used_bytes, 0);
         CHECK(stats_of(s).tier[KVT_TIER_DISK].held_bytes >= held); // nothing was freed
         held = stats_of(s).tier[KVT_TIER_DISK].held_bytes;
     }
-    CHECK(held >= 8*SLOT_F16);
+    CHECK(held >= 8 * SLOT_F16);
     kvt_store_close(s);
 }
 
@@ -344,9 +331,7 @@ static thread_local long t_until_failure = 0; // 0: none fails
 
 void * operator new(size_t n) {
     void * p = t_until_failure > 0 && --t_until_failure == 0 ? nullptr : malloc(n > 0 ? n : 1);
-    if (!p) {
-        throw std::bad_alloc();
-    }
+    if (!p) { throw std::bad_alloc(); }
     return p;
 }
 
@@ -370,19 +355,16 @@ struct starved {
     }
 };
 
-static struct kvt_array * add_starved(starved & w, const struct kvt_array_params & p) {
+static struct kvt_array * add_starved(starved& w, const struct kvt_array_params& p) {
     struct kvt_array * a = nullptr;
-    while (!w.ok(w.call([&] { return kvt_store_array_add(w.s, &p, &a); }))) {
-        CHECK(a == nullptr);
-    }
+    while (!w.ok(w.call([&] { return kvt_store_array_add(w.s, &p, &a); }))) { CHECK(a == nullptr); }
     return a;
 }
 
-static void use_starved(starved & w, struct kvt_array * a, uint32_t page, enum kvt_access access, int * version, uint32_t next) {
+static void use_starved(
+    starved& w, struct kvt_array * a, uint32_t page, enum kvt_access access, int * version, uint32_t next) {
     struct kvt_page_ref ref;
-    if (!w.ok(w.call([&] { return kvt_array_acquire(a, page, access, &ref); }))) {
-        return;
-    }
+    if (!w.ok(w.call([&] { return kvt_array_acquire(a, page, access, &ref); }))) { return; }
     if (access == KVT_WRITE) {
         fill(a, ref, next);
         *version = (int) next;
@@ -396,18 +378,17 @@ static void use_starved(starved & w, struct kvt_array * a, uint32_t page, enum k
     });
 }
 
-static void move_starved(starved & w, struct kvt_array * a, uint32_t first, uint32_t n, uint8_t tier, uint8_t fmt) {
+static void move_starved(starved& w, struct kvt_array * a, uint32_t first, uint32_t n, uint8_t tier, uint8_t fmt) {
     std::vector<struct kvt_move> moves;
-    for (uint32_t i = first; i < first + n; i++) {
-        moves.push_back({ { kvt_array_id(a), i }, tier, fmt, fmt });
-    }
+    for (uint32_t i = first; i < first + n; i++) { moves.push_back({ { kvt_array_id(a), i }, tier, fmt, fmt }); }
     size_t n_done = 0;
     const int r = w.call([&] { return kvt_store_apply(w.s, moves.data(), n, &n_done); });
-    CHECK(r == KVT_ERR_OK || r == KVT_ERR_NOMEM || r == KVT_ERR_INVALID || r == KVT_ERR_BUDGET); // it has no content, or no room
+    CHECK(r == KVT_ERR_OK || r == KVT_ERR_NOMEM || r == KVT_ERR_INVALID ||
+        r == KVT_ERR_BUDGET); // it has no content, or no room
 }
 
-static void budget_starved(starved & w) {
-    w.ok(w.call([&] { return kvt_store_set_host_budget(w.s, 7*SLAB_F16); }));
+static void budget_starved(starved& w) {
+    w.ok(w.call([&] { return kvt_store_set_host_budget(w.s, 7 * SLAB_F16); }));
     if (w.ok(w.call([&] { return kvt_store_reserve(w.s, SLAB_F16); }))) {
         CHECK_EQ(w.call([&] { return kvt_store_reserve(w.s, -(int64_t) SLAB_F16); }), KVT_ERR_OK);
     }
@@ -418,7 +399,7 @@ static void budget_starved(starved & w) {
 static bool starve(long n, bool lossy) {
     temp_dir dir;
     struct kvt_store_params p = small_params(lossy ? nullptr : dir.path.c_str(), 7, lossy ? 0 : 64);
-    p.lossy        = lossy;
+    p.lossy = lossy;
     p.n_io_threads = 1;
     starved w = { open_store(p), n };
     struct kvt_array * a = add_starved(w, array_params(6, 12));
@@ -427,16 +408,14 @@ static bool starve(long n, bool lossy) {
     const uint32_t n_rounds = lossy ? 2 : 6; // the queues of the disk tier ask for memory now and then only
     for (uint32_t round = 0; round < n_rounds; round++) {
         for (uint32_t i = 0; i < 12; i++) {
-            use_starved(w, a, i, KVT_WRITE, &version[i], 100*round + i);
+            use_starved(w, a, i, KVT_WRITE, &version[i], 100 * round + i);
             all[i] = i;
         }
         w.call([&] {
             kvt_array_prefetch(a, all.data(), all.size());
             return 0;
         });
-        for (uint32_t i = 0; i < 12; i++) {
-            use_starved(w, a, i, KVT_READ, &version[i], 0);
-        }
+        for (uint32_t i = 0; i < 12; i++) { use_starved(w, a, i, KVT_READ, &version[i], 0); }
         move_starved(w, a, 8, 2, lossy ? KVT_TIER_NONE : KVT_TIER_DISK, 255);
         move_starved(w, a, 8, 2, KVT_TIER_HOST, 255);
         struct kvt_array * b = add_starved(w, array_params(7, 3));
@@ -467,9 +446,7 @@ static bool starve(long n, bool lossy) {
 static void test_every_allocation_fails_once() {
     for (const bool lossy : { false, true }) {
         long n = 1;
-        while (starve(n, lossy)) {
-            n++;
-        }
+        while (starve(n, lossy)) { n++; }
         CHECK(n > 30);
     }
 }

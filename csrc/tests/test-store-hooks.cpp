@@ -11,7 +11,7 @@ static const uint32_t N_PAGES = 24;
 struct hook_user {
     struct kvt_store * s;
     std::atomic<uint64_t> * n_calls;
-    std::vector<uint32_t> pages;   // used without a lock: one thread moves
+    std::vector<uint32_t> pages; // used without a lock: one thread moves
 };
 
 static void note(void * ctx, struct kvt_page_id id, int32_t, int, const void * data, size_t n_bytes, int, int) {
@@ -24,7 +24,7 @@ static void note(void * ctx, struct kvt_page_id id, int32_t, int, const void * d
 }
 
 // Every page leaves and comes back, until told to stop.
-static void mover(struct kvt_store * s, struct kvt_array * a, const std::atomic<bool> & stop) {
+static void mover(struct kvt_store * s, struct kvt_array * a, const std::atomic<bool>& stop) {
     while (!stop) {
         for (const uint8_t tier : { (uint8_t) KVT_TIER_DISK, (uint8_t) KVT_TIER_HOST }) {
             std::vector<struct kvt_move> moves;
@@ -40,22 +40,18 @@ static void test_exchange() {
     temp_dir dir;
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), N_PAGES + 4, N_PAGES + 4));
     struct kvt_array * a = add_array(s, array_params(0, N_PAGES));
-    for (uint32_t page = 0; page < N_PAGES; page++) {
-        CHECK_EQ(write_page(a, page, 1), KVT_ERR_OK);
-    }
-    std::atomic<bool>     stop{false};
-    std::atomic<uint64_t> n_calls{0};
+    for (uint32_t page = 0; page < N_PAGES; page++) { CHECK_EQ(write_page(a, page, 1), KVT_ERR_OK); }
+    std::atomic<bool> stop{ false };
+    std::atomic<uint64_t> n_calls{ 0 };
     std::thread moving(mover, s, a, std::cref(stop));
     std::unique_ptr<hook_user> before;
     for (int i = 0; i < 200; i++) {
-        std::unique_ptr<hook_user> user(new hook_user { s, &n_calls, {} });
+        std::unique_ptr<hook_user> user(new hook_user{ s, &n_calls, {} });
         const struct kvt_offload_hooks hooks = { user.get(), note, i % 3 ? note : nullptr };
         const uint64_t n = n_calls;
         kvt_store_set_hooks(s, &hooks);
         before = std::move(user); // frees the one before
-        while (n_calls == n) {
-            std::this_thread::yield();
-        }
+        while (n_calls == n) { std::this_thread::yield(); }
     }
     kvt_store_set_hooks(s, nullptr);
     before.reset();
@@ -64,9 +60,7 @@ static void test_exchange() {
     stop = true;
     moving.join();
     CHECK_EQ(n_calls.load(), n);
-    for (uint32_t page = 0; page < N_PAGES; page++) {
-        CHECK_EQ(check_page(a, page, 1), KVT_ERR_OK);
-    }
+    for (uint32_t page = 0; page < N_PAGES; page++) { CHECK_EQ(check_page(a, page, 1), KVT_ERR_OK); }
     kvt_store_close(s);
 }
 
@@ -81,7 +75,7 @@ static void test_from_inside() {
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), 8, 8));
     struct kvt_store * other = open_store(small_params(nullptr, 8, 0));
     struct kvt_array * a = add_array(s, array_params(0, 4));
-    std::atomic<uint64_t> n_calls{0};
+    std::atomic<uint64_t> n_calls{ 0 };
     hook_user user = { s, &n_calls, {} };
     const struct kvt_offload_hooks hooks = { &user, take_off, nullptr };
     kvt_store_set_hooks(s, &hooks);

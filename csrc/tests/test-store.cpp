@@ -26,9 +26,7 @@ static void test_memory_only() {
     kvt_array_release(a, &ref);
 
     CHECK_EQ(kvt_array_acquire(a, 2, KVT_WRITE, &ref), KVT_ERR_OK);
-    for (size_t i = 0; i < PAGE_F16; i++) {
-        CHECK_EQ(ref.data[i], 0);
-    }
+    for (size_t i = 0; i < PAGE_F16; i++) { CHECK_EQ(ref.data[i], 0); }
     CHECK_EQ((uintptr_t) ref.data % 64, 0);
     CHECK_EQ(ref.layout->page_bytes, PAGE_F16);
     fill(a, ref, 1);
@@ -39,7 +37,8 @@ static void test_memory_only() {
     CHECK_EQ(check_page(a, 2, 1), KVT_ERR_OK);
 
     const struct kvt_page_info i = info_of(a, 2);
-    CHECK(i.tier == KVT_TIER_HOST && i.dirty && !i.pinned && i.layer == 3 && i.cell_first == 64 && i.n_bytes == PAGE_F16);
+    CHECK(
+        i.tier == KVT_TIER_HOST && i.dirty && !i.pinned && i.layer == 3 && i.cell_first == 64 && i.n_bytes == PAGE_F16);
     CHECK(i.fmt_k == KVT_FORMAT_F16 && i.fmt_v == KVT_FORMAT_F16);
     struct kvt_store_stats st = stats_of(s);
     CHECK_EQ(st.tier[KVT_TIER_HOST].n_pages, 1);
@@ -72,10 +71,9 @@ static void test_no_disk_is_a_budget_error() {
     }
     CHECK_EQ(n, 4);
     CHECK_EQ(r, KVT_ERR_BUDGET);
-    CHECK(has(last_error(s), "layer 5, page 4") && has(last_error(s), std::to_string(4*SLAB_F16)) && has(last_error(s), "raise the host budget"));
-    for (uint32_t i = 0; i < n; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    CHECK(has(last_error(s), "layer 5, page 4") && has(last_error(s), std::to_string(4 * SLAB_F16)) &&
+        has(last_error(s), "raise the host budget"));
+    for (uint32_t i = 0; i < n; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     CHECK_EQ(kvt_array_discard(a, 0, 1), KVT_ERR_OK);
     CHECK_EQ(write_page(a, 4, 4), KVT_ERR_OK);
     kvt_store_close(s);
@@ -97,9 +95,7 @@ static void test_spill_and_scan() {
     CHECK(st.n_evicted == 32 && st.disk_writes >= 32);
     std::set<uint32_t> resident;
     for (uint32_t i = 0; i < 40; i++) {
-        if (info_of(a, i).tier == KVT_TIER_HOST) {
-            resident.insert(i);
-        }
+        if (info_of(a, i).tier == KVT_TIER_HOST) { resident.insert(i); }
     }
     CHECK(*resident.begin() == 32); // the least recently used left
 
@@ -107,9 +103,7 @@ static void test_spill_and_scan() {
     for (int scan = 0; scan < 2; scan++) {
         std::vector<uint32_t> pages(40), missing(40);
         std::vector<struct kvt_page_ref> refs(40);
-        for (uint32_t i = 0; i < 40; i++) {
-            pages[i] = 39 - i;
-        }
+        for (uint32_t i = 0; i < 40; i++) { pages[i] = 39 - i; }
         size_t n_missing = 0;
         CHECK_EQ(kvt_array_acquire_resident(a, pages.data(), 40, refs.data(), missing.data(), &n_missing), KVT_ERR_OK);
         CHECK_EQ(n_missing, 32);
@@ -124,9 +118,7 @@ static void test_spill_and_scan() {
             order.push_back(pages[missing[i]]);
         }
         kvt_array_prefetch(a, order.data(), order.size());
-        for (const uint32_t page : order) {
-            CHECK_EQ(check_page(a, page, page), KVT_ERR_OK);
-        }
+        for (const uint32_t page : order) { CHECK_EQ(check_page(a, page, page), KVT_ERR_OK); }
         kvt_array_release_many(a, refs.data(), refs.size());
         check_budgets(s);
         kvt_store_tick(s);
@@ -142,9 +134,7 @@ static void test_spill_and_scan() {
 
     // room on the host again: pages read from disk stay
     CHECK_EQ(kvt_array_discard(a, 32, 8), KVT_ERR_OK);
-    for (uint32_t i = 0; i < 32; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 32; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     CHECK_EQ(stats_of(s).n_recalled, 8);
     const std::string path = dir.files()[0];
     kvt_store_close(s);
@@ -155,9 +145,7 @@ static void test_write_to_a_page_on_disk() {
     temp_dir dir;
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
     struct kvt_array * a = add_array(s, array_params(0, 20));
-    for (uint32_t i = 0; i < 20; i++) {
-        CHECK_EQ(write_page(a, i, 0), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 20; i++) { CHECK_EQ(write_page(a, i, 0), KVT_ERR_OK); }
     CHECK_EQ(info_of(a, 0).tier, KVT_TIER_DISK);
     struct kvt_page_ref ref;
     CHECK_EQ(kvt_array_acquire(a, 0, KVT_WRITE, &ref), KVT_ERR_OK);
@@ -167,9 +155,7 @@ static void test_write_to_a_page_on_disk() {
     CHECK(info_of(a, 0).tier == KVT_TIER_HOST && info_of(a, 0).dirty);
     CHECK_EQ(check_page(a, 0, 9), KVT_ERR_OK);
     CHECK_EQ(kvt_array_acquire(a, 1, KVT_RESET, &ref), KVT_ERR_OK);
-    for (size_t i = 0; i < PAGE_F16; i++) {
-        CHECK_EQ(ref.data[i], 0);
-    }
+    for (size_t i = 0; i < PAGE_F16; i++) { CHECK_EQ(ref.data[i], 0); }
     fill(a, ref, 7);
     kvt_array_release(a, &ref);
     for (uint32_t i = 2; i < 20; i++) { // push them out again
@@ -189,9 +175,7 @@ static void test_lossy_disk_format_stays() {
     ap.disk_fmt_v = KVT_FORMAT_Q4_1;
     struct kvt_array * a = add_array(s, ap);
     std::vector<float> row(128), q(128), got(128);
-    for (int i = 0; i < 128; i++) {
-        row[i] = 0.01f*(float) (i*7%100) - 0.3f;
-    }
+    for (int i = 0; i < 128; i++) { row[i] = 0.01f * (float) (i * 7 % 100) - 0.3f; }
     for (uint32_t i = 0; i < 20; i++) {
         struct kvt_page_ref ref;
         CHECK_EQ(kvt_array_acquire(a, i, KVT_WRITE, &ref), KVT_ERR_OK);
@@ -200,9 +184,11 @@ static void test_lossy_disk_format_stays() {
         kvt_array_release(a, &ref);
         check_budgets(s);
     }
-    CHECK(info_of(a, 0).tier == KVT_TIER_DISK && info_of(a, 0).fmt_k == KVT_FORMAT_Q8_0 && info_of(a, 0).fmt_v == KVT_FORMAT_Q4_1);
+    CHECK(info_of(a, 0).tier == KVT_TIER_DISK && info_of(a, 0).fmt_k == KVT_FORMAT_Q8_0 &&
+        info_of(a, 0).fmt_v == KVT_FORMAT_Q4_1);
     const struct kvt_store_stats st = stats_of(s);
-    CHECK(st.tier[KVT_TIER_DISK].bytes_by_format[KVT_FORMAT_Q8_0] > 0 && st.tier[KVT_TIER_DISK].bytes_by_format[KVT_FORMAT_F16] == 0);
+    CHECK(st.tier[KVT_TIER_DISK].bytes_by_format[KVT_FORMAT_Q8_0] > 0 &&
+        st.tier[KVT_TIER_DISK].bytes_by_format[KVT_FORMAT_F16] == 0);
     for (const enum kvt_access access : { KVT_READ, KVT_WRITE }) {
         struct kvt_page_ref ref;
         CHECK_EQ(kvt_array_acquire(a, 0, access, &ref), KVT_ERR_OK);
@@ -234,16 +220,16 @@ static void test_protected_pages() {
     temp_dir dir;
     struct kvt_store_params p = small_params(dir.path.c_str(), 16, 200);
     p.n_protect_first = 1;
-    p.n_protect_last  = 2;
+    p.n_protect_last = 2;
     struct kvt_store * s = open_store(p);
     struct kvt_array * a = add_array(s, array_params(0, 30, 2));
     for (uint32_t i = 0; i < 30; i++) {
         for (uint32_t stream = 0; stream < 2; stream++) {
-            CHECK_EQ(write_page(a, stream*30 + i, 1), KVT_ERR_OK);
+            CHECK_EQ(write_page(a, stream * 30 + i, 1), KVT_ERR_OK);
             kvt_store_tick(s);
-            CHECK(info_of(a, stream*30).tier == KVT_TIER_HOST && info_of(a, stream*30).is_protected);
-            CHECK(i == 0 || info_of(a, stream*30 + i - 1).tier == KVT_TIER_HOST);
-            CHECK(info_of(a, stream*30 + i).is_protected);
+            CHECK(info_of(a, stream * 30).tier == KVT_TIER_HOST && info_of(a, stream * 30).is_protected);
+            CHECK(i == 0 || info_of(a, stream * 30 + i - 1).tier == KVT_TIER_HOST);
+            CHECK(info_of(a, stream * 30 + i).is_protected);
         }
     }
     CHECK(!info_of(a, 27).is_protected && info_of(a, 28).is_protected && info_of(a, 29).is_protected);
@@ -255,16 +241,14 @@ static void test_protected_pages() {
     kvt_store_close(s);
 
     // where the budget cannot protect that much, it protects less and still works
-    p.host_bytes = 5*SLAB_F16;
+    p.host_bytes = 5 * SLAB_F16;
     s = open_store(p);
     a = add_array(s, array_params(0, 30, 2));
     for (uint32_t i = 0; i < 60; i++) {
         CHECK_EQ(write_page(a, i, 1), KVT_ERR_OK);
         check_budgets(s);
     }
-    for (uint32_t i = 0; i < 60; i++) {
-        CHECK_EQ(check_page(a, i, 1), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 60; i++) { CHECK_EQ(check_page(a, i, 1), KVT_ERR_OK); }
     kvt_store_close(s);
 }
 
@@ -276,7 +260,7 @@ static void test_smallest_budget() {
     const struct kvt_array_params third = array_params(2, 8);
     CHECK_EQ(kvt_store_array_add(s, &third, &a[2]), KVT_ERR_BUDGET);
     CHECK(a[2] == nullptr);
-    CHECK(has(last_error(s), "layer 2") && has(last_error(s), kvt_bytes_text(5*SLAB_F16)));
+    CHECK(has(last_error(s), "layer 2") && has(last_error(s), kvt_bytes_text(5 * SLAB_F16)));
     for (uint32_t i = 0; i < 8; i++) {
         for (int l = 0; l < 2; l++) {
             CHECK_EQ(write_page(a[l], i, i), KVT_ERR_OK);
@@ -284,9 +268,7 @@ static void test_smallest_budget() {
         }
     }
     for (uint32_t i = 0; i < 8; i++) {
-        for (int l = 0; l < 2; l++) {
-            CHECK_EQ(check_page(a[l], i, i), KVT_ERR_OK);
-        }
+        for (int l = 0; l < 2; l++) { CHECK_EQ(check_page(a[l], i, i), KVT_ERR_OK); }
     }
     kvt_store_array_remove(a[0]);
     a[2] = add_array(s, third); // its room is free again
@@ -300,26 +282,21 @@ static void test_plan() {
     temp_dir dir;
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), 20, 64));
     struct kvt_array * a = add_array(s, array_params(7, 12));
-    for (uint32_t i = 0; i < 8; i++) {
-        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 8; i++) { CHECK_EQ(write_page(a, i, i), KVT_ERR_OK); }
     std::vector<struct kvt_move> moves;
-    for (uint32_t i = 0; i < 6; i++) {
-        moves.push_back({ { kvt_array_id(a), i }, KVT_TIER_DISK, 255, 255 });
-    }
+    for (uint32_t i = 0; i < 6; i++) { moves.push_back({ { kvt_array_id(a), i }, KVT_TIER_DISK, 255, 255 }); }
     size_t n_done = 0;
     CHECK_EQ(kvt_store_apply(s, moves.data(), moves.size(), &n_done), KVT_ERR_OK);
     CHECK_EQ(n_done, 6);
-    for (uint32_t i = 0; i < 8; i++) {
-        CHECK_EQ(info_of(a, i).tier, i < 6 ? KVT_TIER_DISK : KVT_TIER_HOST);
-    }
+    for (uint32_t i = 0; i < 8; i++) { CHECK_EQ(info_of(a, i).tier, i < 6 ? KVT_TIER_DISK : KVT_TIER_HOST); }
     moves.resize(2);
     moves[0] = { { kvt_array_id(a), 0 }, KVT_TIER_HOST, 255, 255 };
     moves[1] = { { kvt_array_id(a), 6 }, KVT_TIER_DISK, KVT_FORMAT_Q8_0, 255 };
     CHECK_EQ(kvt_store_apply(s, moves.data(), 2, &n_done), KVT_ERR_OK);
     CHECK_EQ(n_done, 2);
     CHECK(info_of(a, 0).tier == KVT_TIER_HOST && !info_of(a, 0).dirty);
-    CHECK(info_of(a, 6).tier == KVT_TIER_DISK && info_of(a, 6).fmt_k == KVT_FORMAT_Q8_0 && info_of(a, 6).fmt_v == KVT_FORMAT_F16);
+    CHECK(info_of(a, 6).tier == KVT_TIER_DISK && info_of(a, 6).fmt_k == KVT_FORMAT_Q8_0 &&
+        info_of(a, 6).fmt_v == KVT_FORMAT_F16);
     CHECK_EQ(check_page(a, 0, 0), KVT_ERR_OK);
     // a smaller format in place
     moves[0] = { { kvt_array_id(a), 7 }, KVT_TIER_HOST, KVT_FORMAT_Q4_0, KVT_FORMAT_Q4_0 };
@@ -336,7 +313,7 @@ static void test_plan() {
         { { kvt_array_id(a), 11 }, KVT_TIER_HOST, 255, 255 },
         { { kvt_array_id(a), 11 }, KVT_TIER_DISK, 255, 255 },
     };
-    for (const struct kvt_move & m : bad) {
+    for (const struct kvt_move& m : bad) {
         n_done = 5;
         CHECK(kvt_store_apply(s, &m, 1, &n_done) < 0);
         CHECK_EQ(n_done, 0);
@@ -351,27 +328,34 @@ static void test_plan() {
     kvt_store_close(s);
 }
 
-struct hook_log { std::vector<uint32_t> left, returned; bool bytes_ok = true; struct kvt_array * a = nullptr; };
+struct hook_log {
+    std::vector<uint32_t> left, returned;
+    bool bytes_ok = true;
+    struct kvt_array * a = nullptr;
+};
 
-static bool hook_bytes_ok(const hook_log * log, struct kvt_page_id id, int32_t layer, const void * data, size_t n_bytes, int fmt_k, int fmt_v) {
+static bool hook_bytes_ok(const hook_log * log, struct kvt_page_id id, int32_t layer, const void * data, size_t n_bytes,
+    int fmt_k, int fmt_v) {
     bool ok = n_bytes == PAGE_F16 && layer == 4 && fmt_k == KVT_FORMAT_F16 && fmt_v == KVT_FORMAT_F16;
-    for (size_t i = 0; ok && i < n_bytes; i++) {
-        ok = ((const uint8_t *) data)[i] == pattern(id.array, id.page, 5, i);
-    }
+    for (size_t i = 0; ok && i < n_bytes; i++) { ok = ((const uint8_t *) data)[i] == pattern(id.array, id.page, 5, i); }
     struct kvt_page_info info;
     return ok && kvt_array_info(log->a, id.page, &info) == KVT_ERR_OK; // the store may be asked: its lock is free
 }
 
-static void on_leave(void * ctx, struct kvt_page_id id, int32_t layer, int to_tier, const void * data, size_t n_bytes, int fmt_k, int fmt_v) {
+static void on_leave(void * ctx, struct kvt_page_id id, int32_t layer, int to_tier, const void * data, size_t n_bytes,
+    int fmt_k, int fmt_v) {
     hook_log * log = (hook_log *) ctx;
     log->left.push_back(id.page);
-    log->bytes_ok = log->bytes_ok && to_tier == KVT_TIER_DISK && hook_bytes_ok(log, id, layer, data, n_bytes, fmt_k, fmt_v);
+    log->bytes_ok = log->bytes_ok && to_tier == KVT_TIER_DISK &&
+        hook_bytes_ok(log, id, layer, data, n_bytes, fmt_k, fmt_v);
 }
 
-static void on_return(void * ctx, struct kvt_page_id id, int32_t layer, int from_tier, const void * data, size_t n_bytes, int fmt_k, int fmt_v) {
+static void on_return(void * ctx, struct kvt_page_id id, int32_t layer, int from_tier, const void * data,
+    size_t n_bytes, int fmt_k, int fmt_v) {
     hook_log * log = (hook_log *) ctx;
     log->returned.push_back(id.page);
-    log->bytes_ok = log->bytes_ok && from_tier == KVT_TIER_DISK && hook_bytes_ok(log, id, layer, data, n_bytes, fmt_k, fmt_v);
+    log->bytes_ok = log->bytes_ok && from_tier == KVT_TIER_DISK &&
+        hook_bytes_ok(log, id, layer, data, n_bytes, fmt_k, fmt_v);
 }
 
 static void test_hooks() {
@@ -382,10 +366,9 @@ static void test_hooks() {
     log.a = a;
     const struct kvt_offload_hooks hooks = { &log, on_leave, on_return };
     kvt_store_set_hooks(s, &hooks);
-    for (uint32_t i = 0; i < 4; i++) {
-        CHECK_EQ(write_page(a, i, 5), KVT_ERR_OK);
-    }
-    const struct kvt_move out[] = { { { kvt_array_id(a), 1 }, KVT_TIER_DISK, 255, 255 }, { { kvt_array_id(a), 2 }, KVT_TIER_DISK, 255, 255 } };
+    for (uint32_t i = 0; i < 4; i++) { CHECK_EQ(write_page(a, i, 5), KVT_ERR_OK); }
+    const struct kvt_move out[] = { { { kvt_array_id(a), 1 }, KVT_TIER_DISK, 255, 255 },
+        { { kvt_array_id(a), 2 }, KVT_TIER_DISK, 255, 255 } };
     CHECK_EQ(kvt_store_apply(s, out, 2, nullptr), KVT_ERR_OK);
     CHECK(log.left == std::vector<uint32_t>({ 1, 2 }));
     CHECK_EQ(write_page(a, 2, 5), KVT_ERR_OK);
@@ -400,9 +383,13 @@ static void test_hooks() {
 }
 
 // A policy is asked, and nonsense from it does no harm.
-struct policy_log { size_t n_calls = 0; int mode = 0; };
+struct policy_log {
+    size_t n_calls = 0;
+    int mode = 0;
+};
 
-static size_t newest_first(void * ctx, const struct kvt_page_info * pages, size_t n_pages, size_t bytes_needed, uint32_t * victims, size_t n_max) {
+static size_t newest_first(void * ctx, const struct kvt_page_info * pages, size_t n_pages, size_t bytes_needed,
+    uint32_t * victims, size_t n_max) {
     policy_log * log = (policy_log *) ctx;
     log->n_calls++;
     CHECK(n_pages > 0 && n_max > 0 && bytes_needed >= PAGE_F16);
@@ -413,9 +400,7 @@ static size_t newest_first(void * ctx, const struct kvt_page_info * pages, size_
         victims[0] = 1u << 30;
         return 1;
     }
-    if (log->mode == 2) {
-        return 0;
-    }
+    if (log->mode == 2) { return 0; }
     victims[0] = 0;
     for (uint32_t i = 0; i < n_pages; i++) {
         victims[0] = pages[i].id.page > pages[victims[0]].id.page ? i : victims[0];
@@ -430,21 +415,15 @@ static void test_policy() {
     policy_log log;
     const struct kvt_evict_policy policy = { 1, "newest", &log, newest_first };
     kvt_store_set_policy(s, &policy);
-    for (uint32_t i = 0; i < 8; i++) {
-        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 8; i++) { CHECK_EQ(write_page(a, i, i), KVT_ERR_OK); }
     CHECK(log.n_calls > 0);
     for (uint32_t i = 0; i < 3; i++) {
         CHECK_EQ(info_of(a, i).tier, KVT_TIER_HOST); // the plain LRU would have dropped these
     }
     for (log.mode = 1; log.mode <= 2; log.mode++) {
-        for (uint32_t i = 0; i < 12; i++) {
-            CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < 12; i++) { CHECK_EQ(write_page(a, i, i), KVT_ERR_OK); }
     }
-    for (uint32_t i = 0; i < 12; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 12; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     kvt_store_close(s);
 }
 
@@ -457,12 +436,10 @@ static void test_mixed_sizes() {
     ap[2].fmt_k = ap[2].fmt_v = KVT_FORMAT_Q8_0;
     ap[2].disk_fmt_k = ap[2].disk_fmt_v = KVT_FORMAT_F16;
     struct kvt_array * a[3];
-    for (int l = 0; l < 3; l++) {
-        a[l] = add_array(s, ap[l]);
-    }
+    for (int l = 0; l < 3; l++) { a[l] = add_array(s, ap[l]); }
     for (int order = 0; order < 3; order++) {
         for (int l = 0; l < 3; l++) {
-            const int k = (l + order)%3;
+            const int k = (l + order) % 3;
             for (uint32_t i = 0; i < 20; i++) {
                 struct kvt_page_ref ref;
                 CHECK_EQ(kvt_array_acquire(a[k], i, KVT_WRITE, &ref), KVT_ERR_OK);
@@ -472,9 +449,7 @@ static void test_mixed_sizes() {
         }
     }
     for (int l = 0; l < 2; l++) {
-        for (uint32_t i = 0; i < 20; i++) {
-            CHECK_EQ(write_page(a[l], i, 3), KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < 20; i++) { CHECK_EQ(write_page(a[l], i, 3), KVT_ERR_OK); }
     }
     for (int l = 0; l < 2; l++) {
         for (uint32_t i = 0; i < 20; i++) {
@@ -490,9 +465,7 @@ static void test_everything_in_use() {
     struct kvt_store * s = open_store(small_params(dir.path.c_str(), 6, 64));
     struct kvt_array * a = add_array(s, array_params(0, 12));
     struct kvt_page_ref refs[4], more;
-    for (uint32_t i = 0; i < 4; i++) {
-        CHECK_EQ(kvt_array_acquire(a, i, KVT_WRITE, &refs[i]), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 4; i++) { CHECK_EQ(kvt_array_acquire(a, i, KVT_WRITE, &refs[i]), KVT_ERR_OK); }
     CHECK_EQ(kvt_array_acquire(a, 4, KVT_WRITE, &more), KVT_ERR_BUDGET);
     CHECK(has(last_error(s), "page 4") && has(last_error(s), "in use"));
     kvt_array_release_many(a, refs, 4);
@@ -504,50 +477,40 @@ static void test_everything_in_use() {
 static void test_clean_pages_are_not_rewritten() {
     temp_dir dir;
     const uint32_t n = 64;
-    struct kvt_store * s = open_store(small_params(dir.path.c_str(), n + 2, 2*n));
-    struct kvt_array * a = add_array(s, array_params(0, 2*n));
+    struct kvt_store * s = open_store(small_params(dir.path.c_str(), n + 2, 2 * n));
+    struct kvt_array * a = add_array(s, array_params(0, 2 * n));
     std::vector<struct kvt_move> moves;
     for (uint32_t i = 0; i < n; i++) {
         CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
         moves.push_back({ { kvt_array_id(a), i }, KVT_TIER_DISK, 255, 255 });
     }
     CHECK_EQ(kvt_store_apply(s, moves.data(), n, nullptr), KVT_ERR_OK);
-    for (struct kvt_move & m : moves) {
-        m.to_tier = KVT_TIER_HOST;
-    }
+    for (struct kvt_move& m : moves) { m.to_tier = KVT_TIER_HOST; }
     CHECK_EQ(kvt_store_apply(s, moves.data(), n, nullptr), KVT_ERR_OK);
     kvt_store_tick(s);
     const uint64_t n_writes = stats_of(s).disk_writes;
     CHECK_EQ(n_writes, n);
-    for (uint32_t i = n; i < n + n/2; i++) {
-        CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = n; i < n + n / 2; i++) { CHECK_EQ(write_page(a, i, i), KVT_ERR_OK); }
     CHECK_EQ(kvt_store_flush(s), KVT_ERR_OK);
     CHECK(stats_of(s).n_evicted > n);
     CHECK_EQ(stats_of(s).disk_writes, n_writes);
-    for (uint32_t i = 0; i < n + n/2; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < n + n / 2; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     kvt_store_close(s);
 }
 
-struct process_bytes { size_t mapped, resident; }; // 0: the system does not say
+struct process_bytes {
+    size_t mapped, resident;
+}; // 0: the system does not say
 static process_bytes memory_of_process() {
     unsigned long mapped = 0, resident = 0;
     FILE * f = fopen("/proc/self/statm", "r");
-    if (!f || fscanf(f, "%lu %lu", &mapped, &resident) != 2) {
-        mapped = resident = 0;
-    }
-    if (f) {
-        fclose(f);
-    }
+    if (!f || fscanf(f, "%lu %lu", &mapped, &resident) != 2) { mapped = resident = 0; }
+    if (f) { fclose(f); }
     const size_t page = (size_t) sysconf(_SC_PAGESIZE);
-    return { mapped*page, resident*page };
+    return { mapped * page, resident * page };
 }
 
-static size_t resident_bytes() {
-    return memory_of_process().resident;
-}
+static size_t resident_bytes() { return memory_of_process().resident; }
 
 // What the system says the process holds agrees with what the store says: a cache of four times the budget, written and
 // read twice, grows the process by the budget and a page per worker, plus the page table.
@@ -555,8 +518,8 @@ static void test_resident_memory() {
     temp_dir dir;
     const uint32_t n = 2048;
     struct kvt_store_params p = small_params(dir.path.c_str(), 0, n);
-    p.host_bytes = n*PAGE_F16/4;
-    p.n_transit  = 0;
+    p.host_bytes = n * PAGE_F16 / 4;
+    p.n_transit = 0;
     const size_t before = resident_bytes();
     struct kvt_store * s = open_store(p);
     struct kvt_array_params ap = array_params(0, n);
@@ -568,14 +531,15 @@ static void test_resident_memory() {
             struct kvt_page_ref ref;
             CHECK_EQ(kvt_array_acquire(a, i, round == 0 ? KVT_WRITE : KVT_READ, &ref), KVT_ERR_OK);
             kvt_array_release(a, &ref);
-            peak = i%64 == 0 && resident_bytes() > peak ? resident_bytes() : peak;
+            peak = i % 64 == 0 && resident_bytes() > peak ? resident_bytes() : peak;
         }
         kvt_store_tick(s);
         check_budgets(s);
     }
-    CHECK(stats_of(s).peak_host_bytes > p.host_bytes/2);
+    CHECK(stats_of(s).peak_host_bytes > p.host_bytes / 2);
     if (before > 0 && !SANITIZED) { // the sanitizers' own memory grows with ours
-        const size_t slack = 2*PAGE_F16 + n*256 + ((size_t) 3 << 20); // workers, page table, thread stacks and the allocator
+        const size_t slack = 2 * PAGE_F16 + n * 256 +
+            ((size_t) 3 << 20); // workers, page table, thread stacks and the allocator
         CHECK(peak <= before + p.host_bytes + slack);
     }
     kvt_store_close(s);
@@ -584,13 +548,11 @@ static void test_resident_memory() {
 // The system gives no more memory, while the budget would allow it: that is said, and nothing is dropped for it.
 static void test_no_memory() {
     const size_t mapped = memory_of_process().mapped;
-    if (mapped == 0 || SANITIZED) {
-        return;
-    }
+    if (mapped == 0 || SANITIZED) { return; }
     for (const int32_t lossy : { 0, 1 }) {
         struct kvt_store_params p = small_params(nullptr, 0, 0);
         p.host_bytes = UINT64_MAX;
-        p.lossy      = lossy;
+        p.lossy = lossy;
         struct kvt_store * s = open_store(p);
         struct kvt_array * a = add_array(s, array_params(2, 4096));
         struct rlimit before, limit;
@@ -600,24 +562,20 @@ static void test_no_memory() {
         CHECK_EQ(setrlimit(RLIMIT_AS, &limit), 0);
         uint32_t n = 0;
         int r = KVT_ERR_OK;
-        while (n < 4096 && (r = write_page(a, n, n)) == KVT_ERR_OK) {
-            n++;
-        }
+        while (n < 4096 && (r = write_page(a, n, n)) == KVT_ERR_OK) { n++; }
         CHECK_EQ(setrlimit(RLIMIT_AS, &before), 0);
         CHECK(n > 0);
         CHECK_EQ(r, KVT_ERR_NOMEM);
         CHECK(has(last_error(s), "no memory for layer 2, page " + std::to_string(n)));
         CHECK_EQ(stats_of(s).n_gone, 0);
-        for (uint32_t i = 0; i < n; i++) {
-            CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-        }
+        for (uint32_t i = 0; i < n; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
         CHECK_EQ(write_page(a, n, n), KVT_ERR_OK);
         kvt_store_close(s);
     }
 }
 
-// Pages that passed through have left their frames behind: a budget that shrinks takes those back before it takes room from
-// pages that stay, except from readers.
+// Pages that passed through have left their frames behind: a budget that shrinks takes those back before it takes room
+// from pages that stay, except from readers.
 static void test_shrinking_after_a_scan() {
     temp_dir dir;
     struct kvt_store_params p = small_params(dir.path.c_str(), 64, 200);
@@ -628,25 +586,23 @@ static void test_shrinking_after_a_scan() {
         CHECK_EQ(write_page(a, i, i), KVT_ERR_OK);
         kvt_store_tick(s);
     }
-    for (uint32_t i = 0; i < 80; i++) {
-        CHECK_EQ(check_page(a, i, i), KVT_ERR_OK);
-    }
+    for (uint32_t i = 0; i < 80; i++) { CHECK_EQ(check_page(a, i, i), KVT_ERR_OK); }
     struct kvt_page_ref refs[2];
     for (uint32_t i = 0; i < 2; i++) {
         CHECK_EQ(info_of(a, i).tier, KVT_TIER_DISK);
         CHECK_EQ(kvt_array_acquire(a, i, KVT_READ, &refs[i]), KVT_ERR_OK);
     }
-    CHECK_EQ(kvt_store_set_host_budget(s, 9*SLAB_F16), KVT_ERR_OK);
+    CHECK_EQ(kvt_store_set_host_budget(s, 9 * SLAB_F16), KVT_ERR_OK);
     CHECK(matches(a, refs[0], 0) && matches(a, refs[1], 1));
     kvt_array_release_many(a, refs, 2);
     for (uint32_t i = 0; i < 80; i++) {
         CHECK_EQ(write_page(a, i, 100 + i), KVT_ERR_OK);
-        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9*SLAB_F16);
+        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9 * SLAB_F16);
     }
     CHECK(stats_of(s).tier[KVT_TIER_HOST].n_pages >= 2);
     for (uint32_t i = 0; i < 80; i++) {
         CHECK_EQ(check_page(a, i, 100 + i), KVT_ERR_OK);
-        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9*SLAB_F16);
+        CHECK(stats_of(s).tier[KVT_TIER_HOST].held_bytes <= 9 * SLAB_F16);
     }
     kvt_store_close(s);
 }

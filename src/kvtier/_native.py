@@ -43,7 +43,9 @@ def library_path() -> Path:
     if named:
         path = Path(named).absolute()
         if not path.is_file():
-            raise LibraryError(f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library.")
+            raise LibraryError(
+                f"{LIBRARY_ENV} names {path}, which is no file", "Correct it, or unset it to use the installed library."
+            )
         return path
     for folder in _package_folders():
         path = folder / "lib" / _LIBRARY_NAME
@@ -68,7 +70,9 @@ def header_path(library: Path) -> Path:
         path = folder / "kvtier.h"
         if path.is_file():
             return path
-    raise LibraryError(f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete.")
+    raise LibraryError(
+        f"the header kvtier.h of {library} was not found", "Install the package again: its files are incomplete."
+    )
 
 
 def _package_folders() -> list[Path]:
@@ -80,7 +84,9 @@ def declarations(header: str) -> str:
     """The part of kvtier.h that Python reads. Raises LibraryError if its markers are missing."""
     start, end = header.find(_BEGIN), header.find(_END)
     if start < 0 or end < start:
-        raise LibraryError("kvtier.h has no declarations for Python", "Install the package again: its files do not belong together.")
+        raise LibraryError(
+            "kvtier.h has no declarations for Python", "Install the package again: its files do not belong together."
+        )
     return "typedef struct kvt_domain kvt_domain;\n" + header[start:end]
 
 
@@ -96,7 +102,9 @@ def load() -> None:
         try:
             _lib = ffi.dlopen(str(path))
         except OSError as err:
-            raise LibraryError(f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine.") from err
+            raise LibraryError(
+                f"the native library {path} cannot be loaded: {err}", "Install the package again for this machine."
+            ) from err
         _ffi = ffi
 
 
@@ -201,10 +209,15 @@ class Domain:
             "last_omitted",
         )
         counts = {name: getattr(raw, name) for name in names}
-        arrays = {f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name))) for name in ("token_mean", "token_max", "page_mean", "page_max")}
+        arrays = {
+            f"{name}_address": int(_ffi.cast("uintptr_t", getattr(raw, name)))
+            for name in ("token_mean", "token_max", "page_mean", "page_max")
+        }
         return LayerFigures(**counts, **arrays)
 
-    def pages(self, index: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+    def pages(
+        self, index: int
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
         """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last use; [n_pages].
 
         Raises NativeError if the caches change meanwhile and the layer at `index` with them.
@@ -248,14 +261,22 @@ class Domain:
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
         """Move pages to a tier; returns how many were moved. Raises NativeError if one could not be."""
         n_done = _ffi.new("size_t *")
-        _check(_lib.kvt_domain_move(self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), _tier_index(to_tier), n_done))
+        _check(
+            _lib.kvt_domain_move(
+                self._open(), array, _ffi.new("uint32_t[]", list(pages)), len(pages), _tier_index(to_tier), n_done
+            )
+        )
         return int(n_done[0])
 
     def reencode(self, array: int, pages: Sequence[int], fmt_k: str, fmt_v: str) -> int:
         """Pages in RAM change their formats there; returns how many did. Raises NativeError if one could not be."""
         n_done = _ffi.new("size_t *")
         raw = _ffi.new("uint32_t[]", list(pages))
-        _check(_lib.kvt_domain_reencode(self._open(), array, raw, len(pages), FORMATS.index(fmt_k), FORMATS.index(fmt_v), n_done))
+        _check(
+            _lib.kvt_domain_reencode(
+                self._open(), array, raw, len(pages), FORMATS.index(fmt_k), FORMATS.index(fmt_v), n_done
+            )
+        )
         return int(n_done[0])
 
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
@@ -322,7 +343,9 @@ class Domain:
 def _tier_figures(raw: Any) -> TierFigures:
     budget = int(raw.budget_bytes)
     formats = {name: int(raw.bytes_by_format[i]) for i, name in enumerate(FORMATS)}
-    return TierFigures(None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats)
+    return TierFigures(
+        None if budget == UNLIMITED else budget, int(raw.used_bytes), int(raw.held_bytes), int(raw.n_pages), formats
+    )
 
 
 def _floats(array: npt.NDArray[np.float32], shape: tuple[int, ...], what: str, kept: list[Any]) -> Any:
@@ -357,7 +380,11 @@ def _put_group(raw: Any, group: SummaryGroup | int, layer: LayerFigures, kept: l
     for part, d in (("k", layer.d_k), ("v", layer.d_v)):
         r = getattr(group, f"{part}_basis").shape[1]
         setattr(raw, f"r_{part}", r)
-        shapes = {"mean": (layer.n_head_kv, d), "basis": (layer.n_head_kv, r, d), "coord": (layer.n_head_kv, int(raw.n), r)}
+        shapes = {
+            "mean": (layer.n_head_kv, d),
+            "basis": (layer.n_head_kv, r, d),
+            "coord": (layer.n_head_kv, int(raw.n), r),
+        }
         for name, shape in shapes.items():
             setattr(raw, f"{part}_{name}", _floats(getattr(group, f"{part}_{name}"), shape, f"{part}_{name}", kept))
 
@@ -370,7 +397,9 @@ def _hook(hook: OffloadHook | None) -> Any:
     if hook is None:
         return _ffi.NULL
 
-    def call(_user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int) -> None:
+    def call(
+        _user: Any, array: int, page: int, layer: int, tier: int, data: Any, n_bytes: int, fmt_k: int, fmt_v: int
+    ) -> None:
         # Leaving the block releases the view: a caller that kept it gets a ValueError later instead of freed memory.
         with memoryview(_ffi.buffer(data, n_bytes)).toreadonly() as view:
             hook(array, page, layer, TIERS[tier], view, FORMATS[fmt_k], FORMATS[fmt_v])

@@ -25,7 +25,11 @@ def _cpu_features(ggml: Any) -> dict[str, str]:
     for name in ("ggml_backend_reg_by_name", "ggml_backend_reg_get_proc_address"):
         getattr(ggml, name).restype = ctypes.c_void_p
     registry = ggml.ggml_backend_reg_by_name(b"CPU")
-    address = ggml.ggml_backend_reg_get_proc_address(ctypes.c_void_p(registry), b"ggml_backend_get_features") if registry else None
+    address = (
+        ggml.ggml_backend_reg_get_proc_address(ctypes.c_void_p(registry), b"ggml_backend_get_features")
+        if registry
+        else None
+    )
     if not address:
         return {}
     features = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
@@ -56,10 +60,15 @@ def main() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
 
-    libggml = api._lib   # ggml as libllama is linked to it, see runtime.libggml
+    libggml = api._lib  # ggml as libllama is linked to it, see runtime.libggml
     llama_cpp.llama_backend_init()
     libggml.ggml_version.restype = ctypes.c_char_p
-    _step("llama_cpp", version=llama_cpp.__version__, ggml=libggml.ggml_version().decode(), path=os.path.dirname(llama_cpp.__file__))
+    _step(
+        "llama_cpp",
+        version=llama_cpp.__version__,
+        ggml=libggml.ggml_version().decode(),
+        path=os.path.dirname(llama_cpp.__file__),
+    )
     _step("cpu", features=_cpu_features(libggml))
 
     from . import _native, runtime

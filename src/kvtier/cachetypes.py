@@ -15,7 +15,14 @@ from .modelshape import AttentionLayer, ModelShape, shape_of
 from .settings import WIDE_FORMATS, KVSettings
 
 AUTO: Final = "auto"
-GGML_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3}  # their numbers in ggml's enum ggml_type
+GGML_TYPES: Final = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q4_0": 2,
+    "q4_1": 3,
+}  # their numbers in ggml's enum ggml_type
 _ROTATED_HEAD: Final = 64  # llama.cpp rotates heads whose size is a multiple of it
 _WIDE: Final = "f16"
 
@@ -31,14 +38,20 @@ def cache_types(settings: KVSettings, header: GgufHeader, type_k: str | None, ty
     return k, v
 
 
-def _cache_type(asked: str | None, host: str | None, settings: KVSettings, size: Callable[[AttentionLayer], int], header: GgufHeader) -> str:
+def _cache_type(
+    asked: str | None, host: str | None, settings: KVSettings, size: Callable[[AttentionLayer], int], header: GgufHeader
+) -> str:
     if asked is not None and asked != AUTO:
         return _WIDE if asked == "f32" else asked
-    quantized = host if host is not None and host not in WIDE_FORMATS else "q8_0" if settings.fidelity == "lossy" else None  # lossy: later
+    quantized = (
+        host if host is not None and host not in WIDE_FORMATS else "q8_0" if settings.fidelity == "lossy" else None
+    )  # lossy: later
     return quantized if quantized is not None and _rotates(shape_of(header), size) else _WIDE
 
 
 def _rotates(shape: ModelShape, size: Callable[[AttentionLayer], int]) -> bool:
     layers = [layer for layer in shape.attention if not layer.indexer]
     sizes = {size(layer) for layer in layers}
-    return len(sizes) == 1 and sizes.pop() % _ROTATED_HEAD == 0 and all(layer.d_v > 0 for layer in layers)  # no values: a view of the keys
+    return (
+        len(sizes) == 1 and sizes.pop() % _ROTATED_HEAD == 0 and all(layer.d_v > 0 for layer in layers)
+    )  # no values: a view of the keys

@@ -30,7 +30,11 @@ _REINSTALL: Final = "Install it again: pip install --force-reinstall --no-cache-
 _REINSTALL_OURS: Final = "Install the package again, from its sources: pip install --force-reinstall --no-deps ."
 # ggml's words for instruction sets and those of /proc/cpuinfo, most important first
 _WORTHWHILE: Final = (("AVX512", "avx512f"), ("AVX2", "avx2"), ("FMA", "fma"), ("F16C", "f16c"))
-_ISA_NEEDS: Final = (("avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")), ("avx2", ("avx2", "fma", "f16c")), ("neon", ("asimd",)))
+_ISA_NEEDS: Final = (
+    ("avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
+    ("avx2", ("avx2", "fma", "f16c")),
+    ("neon", ("asimd",)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,12 @@ def diagnose(kv_dir: Path) -> list[Finding]:
 
 def run_probe(command: tuple[str, ...] = (sys.executable, "-m", "kvtier._probe")) -> ProbeResult:
     """Load llama.cpp and the plug-in in a child process."""
-    source = str(Path(__file__).resolve().parent.parent)   # the child finds the same package, however this one was found
+    source = str(Path(__file__).resolve().parent.parent)  # the child finds the same package, however this one was found
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH", "")) if p)}
     try:
-        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False, env=env)
+        child = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False, env=env
+        )
     except subprocess.TimeoutExpired as err:
         return ProbeResult(_steps(err.stdout or b""), None, "")
     tail = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
@@ -80,7 +86,7 @@ def _steps(stdout: bytes) -> dict[str, dict[str, Any]]:
         try:
             step = json.loads(line)
             steps[step["step"]] = step
-        except (ValueError, TypeError, KeyError):   # something that a library printed
+        except (ValueError, TypeError, KeyError):  # something that a library printed
             continue
     return steps
 
@@ -112,7 +118,12 @@ def _libraries(probe: ProbeResult) -> list[Finding]:
         return [Finding("llama-cpp-python", "fail", reason, hint)]
     found = [Finding("llama-cpp-python", "ok", f"{llama['version']} with ggml {llama['ggml']}")]
     if "cpu" not in probe.steps:
-        return [*found, Finding("ggml", "fail", f"looking at its CPU backend {_how_it_ended(probe)}", f"{_REINSTALL}llama-cpp-python")]
+        return [
+            *found,
+            Finding(
+                "ggml", "fail", f"looking at its CPU backend {_how_it_ended(probe)}", f"{_REINSTALL}llama-cpp-python"
+            ),
+        ]
     if refused is not None:
         return [*found, Finding("libkvtier", "fail", refused["message"], refused["hint"])]
     if plugin is None or devices is None:
@@ -134,15 +145,27 @@ def _instructions(probe: ProbeResult, flags: frozenset[str]) -> list[Finding]:
         used = {name for name, value in cpu["features"].items() if value != "0"}
         lacking = [name for name, flag in _WORTHWHILE if flag in flags and name not in used]
         text = ", ".join(sorted(used)) or "none"
-        hint = f"llama.cpp was built without {', '.join(lacking)}, which this processor has. Faster:\n{_build_command(flags)}" if lacking else ""
+        hint = (
+            f"llama.cpp was built without {', '.join(lacking)}, which this processor has. Faster:\n{_build_command(flags)}"
+            if lacking
+            else ""
+        )
         findings.append(Finding("llama.cpp's CPU code", "warn" if lacking else "ok", text, hint))
     plugin = probe.steps.get("plugin")
     if plugin is not None:
         best = next((isa for isa, needs in _ISA_NEEDS if flags.issuperset(needs)), "scalar")
         isa = str(plugin["isa"])
         lower = best != "scalar" and not isa.startswith(best)
-        findings.append(Finding("Attention kernels", "warn" if lower else "ok", isa,
-                                f"This processor has {best}; the library was built without it, or KVTIER_ISA names another." if lower else ""))
+        findings.append(
+            Finding(
+                "Attention kernels",
+                "warn" if lower else "ok",
+                isa,
+                f"This processor has {best}; the library was built without it, or KVTIER_ISA names another."
+                if lower
+                else "",
+            )
+        )
     return findings
 
 
@@ -151,15 +174,30 @@ def _build_command(flags: frozenset[str]) -> str:
 
 
 def _amx(state: hardware.AmxState, probe: ProbeResult, flags: frozenset[str]) -> Finding:
-    texts = {"absent": "this processor has none", "works": "works", "faults": "advertised, but its instructions kill the process",
-             "denied": "advertised, but the kernel gives no tile registers", "unknown": "could not be tried"}
+    texts = {
+        "absent": "this processor has none",
+        "works": "works",
+        "faults": "advertised, but its instructions kill the process",
+        "denied": "advertised, but the kernel gives no tile registers",
+        "unknown": "could not be tried",
+    }
     if state not in ("faults", "unknown"):
         return Finding("AMX", "ok", texts[state])
     features = probe.steps.get("cpu", {}).get("features", {})
     built_in = any(name.startswith("AMX") and value != "0" for name, value in features.items())
     if built_in:
-        return Finding("AMX", "fail", f"{texts[state]}, and llama.cpp was built with it: it crashes at the first prompt", _build_command(flags))
-    return Finding("AMX", "ok" if features else "warn", f"{texts[state]}; llama.cpp was built without it", "" if features else _build_command(flags))
+        return Finding(
+            "AMX",
+            "fail",
+            f"{texts[state]}, and llama.cpp was built with it: it crashes at the first prompt",
+            _build_command(flags),
+        )
+    return Finding(
+        "AMX",
+        "ok" if features else "warn",
+        f"{texts[state]}; llama.cpp was built without it",
+        "" if features else _build_command(flags),
+    )
 
 
 def _memory(memory: hardware.Memory) -> Finding:
@@ -167,7 +205,9 @@ def _memory(memory: hardware.Memory) -> Finding:
         return Finding("Memory", "warn", "the system does not say", "Give budgets by hand: --kv-host.")
     text = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}, {hardware.cpu_count()} processors ({hardware.cpu_name()})"
     if memory.available_bytes < LOW_MEMORY_BYTES:
-        return Finding("Memory", "warn", text, "Close other programs, or give a small budget: --kv-host 256MiB with --kv-disk.")
+        return Finding(
+            "Memory", "warn", text, "Close other programs, or give a small budget: --kv-host 256MiB with --kv-disk."
+        )
     return Finding("Memory", "ok", text)
 
 
@@ -179,12 +219,24 @@ def _disk(folder: Path) -> Finding:
     try:
         free = shutil.disk_usage(existing).free
         if free < 2 * hardware.SPEED_BYTES:
-            return Finding("Disk", "warn", f"{existing} has {format_bytes(free)} free", "Free some space, or name another directory with --kv-dir.")
+            return Finding(
+                "Disk",
+                "warn",
+                f"{existing} has {format_bytes(free)} free",
+                "Free some space, or name another directory with --kv-dir.",
+            )
         speed = hardware.disk_speed(existing)
     except OSError as err:
-        return Finding("Disk", "fail", f"{existing} cannot be used: {err.strerror or err}", "Name a directory that can be written with --kv-dir.")
-    text = (f"{existing}: {format_bytes(free)} free, writes {speed.write_rate / 1e6:,.0f} MB/s, reads {speed.read_rate / 1e6:,.0f} MB/s"
-            + ("" if speed.direct else " (through the page cache)"))
+        return Finding(
+            "Disk",
+            "fail",
+            f"{existing} cannot be used: {err.strerror or err}",
+            "Name a directory that can be written with --kv-dir.",
+        )
+    text = (
+        f"{existing}: {format_bytes(free)} free, writes {speed.write_rate / 1e6:,.0f} MB/s, reads {speed.read_rate / 1e6:,.0f} MB/s"
+        + ("" if speed.direct else " (through the page cache)")
+    )
     hint = ""
     if free < LOW_DISK_BYTES:
         hint = "Little space for a disk tier: free some, or name another directory with --kv-dir."

@@ -24,20 +24,29 @@ VERSIONS: Final = (2, 3)
 MAX_KEYS: Final = 65_536
 MAX_TENSORS: Final = 262_144
 MAX_DIMS: Final = 4
-MAX_NAME_BYTES: Final = 65_535          # of a key or a tensor name
-MAX_STRING_BYTES: Final = 16 << 20      # of a string that is kept (chat templates are the longest)
-MAX_KEPT_ITEMS: Final = 4_096           # arrays longer than this are only described
-MAX_KEPT_ITEM_BYTES: Final = 65_536     # an array with a longer string is only described
+MAX_NAME_BYTES: Final = 65_535  # of a key or a tensor name
+MAX_STRING_BYTES: Final = 16 << 20  # of a string that is kept (chat templates are the longest)
+MAX_KEPT_ITEMS: Final = 4_096  # arrays longer than this are only described
+MAX_KEPT_ITEM_BYTES: Final = 65_536  # an array with a longer string is only described
 MAX_ARRAY_ITEMS: Final = 1 << 30
-MAX_STRINGS: Final = 1 << 23            # in all arrays together: walking them takes time (vocabularies have some 500,000)
+MAX_STRINGS: Final = 1 << 23  # in all arrays together: walking them takes time (vocabularies have some 500,000)
 DEFAULT_ALIGNMENT: Final = 32
 
 _AGAIN: Final = "Fetch the file again, or check it against the SHA-256 its publisher gives."
 
 # value type id -> (name, struct code); strings and arrays are handled apart
 _SCALARS: Final[dict[int, tuple[str, str]]] = {
-    0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"), 5: ("int32", "i"),
-    6: ("float32", "f"), 7: ("bool", "B"), 10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d"),
+    0: ("uint8", "B"),
+    1: ("int8", "b"),
+    2: ("uint16", "H"),
+    3: ("int16", "h"),
+    4: ("uint32", "I"),
+    5: ("int32", "i"),
+    6: ("float32", "f"),
+    7: ("bool", "B"),
+    10: ("uint64", "Q"),
+    11: ("int64", "q"),
+    12: ("float64", "d"),
 }
 _BOOL: Final = 7
 _STRING: Final = 8
@@ -53,19 +62,48 @@ class TensorType:
     block_bytes: int
 
 
-TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType({
-    type_id: TensorType(name, items, n_bytes)
-    for type_id, name, items, n_bytes in (
-        (0, "f32", 1, 4), (1, "f16", 1, 2), (2, "q4_0", 32, 18), (3, "q4_1", 32, 20), (6, "q5_0", 32, 22),
-        (7, "q5_1", 32, 24), (8, "q8_0", 32, 34), (9, "q8_1", 32, 36), (10, "q2_K", 256, 84), (11, "q3_K", 256, 110),
-        (12, "q4_K", 256, 144), (13, "q5_K", 256, 176), (14, "q6_K", 256, 210), (15, "q8_K", 256, 292),
-        (16, "iq2_xxs", 256, 66), (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50),
-        (20, "iq4_nl", 32, 18), (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (23, "iq4_xs", 256, 136),
-        (24, "i8", 1, 1), (25, "i16", 1, 2), (26, "i32", 1, 4), (27, "i64", 1, 8), (28, "f64", 1, 8),
-        (29, "iq1_m", 256, 56), (30, "bf16", 1, 2), (34, "tq1_0", 256, 54), (35, "tq2_0", 256, 66),
-        (39, "mxfp4", 32, 17), (40, "nvfp4", 64, 36), (41, "q1_0", 128, 18), (42, "q2_0", 64, 18),
-    )
-})
+TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType(
+    {
+        type_id: TensorType(name, items, n_bytes)
+        for type_id, name, items, n_bytes in (
+            (0, "f32", 1, 4),
+            (1, "f16", 1, 2),
+            (2, "q4_0", 32, 18),
+            (3, "q4_1", 32, 20),
+            (6, "q5_0", 32, 22),
+            (7, "q5_1", 32, 24),
+            (8, "q8_0", 32, 34),
+            (9, "q8_1", 32, 36),
+            (10, "q2_K", 256, 84),
+            (11, "q3_K", 256, 110),
+            (12, "q4_K", 256, 144),
+            (13, "q5_K", 256, 176),
+            (14, "q6_K", 256, 210),
+            (15, "q8_K", 256, 292),
+            (16, "iq2_xxs", 256, 66),
+            (17, "iq2_xs", 256, 74),
+            (18, "iq3_xxs", 256, 98),
+            (19, "iq1_s", 256, 50),
+            (20, "iq4_nl", 32, 18),
+            (21, "iq3_s", 256, 110),
+            (22, "iq2_s", 256, 82),
+            (23, "iq4_xs", 256, 136),
+            (24, "i8", 1, 1),
+            (25, "i16", 1, 2),
+            (26, "i32", 1, 4),
+            (27, "i64", 1, 8),
+            (28, "f64", 1, 8),
+            (29, "iq1_m", 256, 56),
+            (30, "bf16", 1, 2),
+            (34, "tq1_0", 256, 54),
+            (35, "tq2_0", 256, 66),
+            (39, "mxfp4", 32, 17),
+            (40, "nvfp4", 64, 36),
+            (41, "q1_0", 128, 18),
+            (42, "q2_0", 64, 18),
+        )
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +219,21 @@ class GgufHeader:
         return value
 
     def _missing(self, key: str) -> NoReturn:
-        raise GgufError(self.path, self.data_off_bytes, f"the header has no key '{key}'",
-                        "This is not a language model that llama.cpp can run; take a GGUF made by llama.cpp's converter.")
+        raise GgufError(
+            self.path,
+            self.data_off_bytes,
+            f"the header has no key '{key}'",
+            "This is not a language model that llama.cpp can run; take a GGUF made by llama.cpp's converter.",
+        )
 
     def _wrong_type(self, key: str, value: Value, expected: str) -> NoReturn:
         shown = f"an array of {value.n_items}" if isinstance(value, ArrayInfo) else repr(value)[:60]
-        raise GgufError(self.path, self.data_off_bytes, f"key '{key}' should be {expected}, but is {shown}",
-                        "Take a GGUF made by llama.cpp's converter.")
+        raise GgufError(
+            self.path,
+            self.data_off_bytes,
+            f"key '{key}' should be {expected}, but is {shown}",
+            "Take a GGUF made by llama.cpp's converter.",
+        )
 
 
 def read_header(path: str | Path) -> GgufHeader:
@@ -200,7 +246,9 @@ def read_header(path: str | Path) -> GgufHeader:
         if path.is_dir():
             raise GgufError(path, 0, "is a directory, not a GGUF file", _list_ggufs(path))
         if path.exists() and not path.is_file():
-            raise GgufError(path, 0, "is not a regular file", "Name a .gguf file on disk: llama.cpp maps it into memory.")
+            raise GgufError(
+                path, 0, "is not a regular file", "Name a .gguf file on disk: llama.cpp maps it into memory."
+            )
         with path.open("rb") as file:
             file.seek(0, 2)
             n_bytes = file.tell()
@@ -225,10 +273,19 @@ def read_model(path: str | Path) -> tuple[GgufHeader, ...]:
         return (first,)
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", first.path.name)
     if match is None or int(match[3]) != n_parts or n_parts > 99_999:
-        raise GgufError(first.path, 0, f"is one part of {n_parts}, but its name is not of the form NAME-00001-of-{n_parts:05d}.gguf",
-                        "Give all parts the names they were published with.")
+        raise GgufError(
+            first.path,
+            0,
+            f"is one part of {n_parts}, but its name is not of the form NAME-00001-of-{n_parts:05d}.gguf",
+            "Give all parts the names they were published with.",
+        )
     if int(match[2]) != 1:
-        raise GgufError(first.path, 0, f"is part {int(match[2])} of {n_parts}", f"Name the first part: {match[1]}-00001-of-{match[3]}.gguf")
+        raise GgufError(
+            first.path,
+            0,
+            f"is part {int(match[2])} of {n_parts}",
+            f"Name the first part: {match[1]}-00001-of-{match[3]}.gguf",
+        )
     rest = (first.path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(2, n_parts + 1))
     headers = (first, *(read_header(part) for part in rest))
     _check_figures(headers)
@@ -244,7 +301,9 @@ def _check_figures(headers: tuple[GgufHeader, ...]) -> None:
     blocks = [int(name[1]) for name in names if len(name) > 2 and name[0] == "blk" and name[1].isdecimal()]
     if n_layers is not None and (n_layers < 1 or (blocks and n_layers > max(blocks) + 1)):
         holds = f"; the file has tensors of {max(blocks) + 1} layers" if blocks else ""
-        raise GgufError(first.path, first.data_off_bytes, f"key '{key}' is {n_layers:,}, which is not possible{holds}", _AGAIN)
+        raise GgufError(
+            first.path, first.data_off_bytes, f"key '{key}' is {n_layers:,}, which is not possible{holds}", _AGAIN
+        )
     key = first.arch_key("context_length")
     n_ctx = first.get_int(key)
     if n_ctx is not None and not 0 < n_ctx < 1 << 31:
@@ -265,10 +324,10 @@ class _Reader:
         self.path = path
         self.file = file
         self.n_bytes = n_bytes
-        self.off = 0                # position in the file
-        self.n_strings = 0          # in arrays, so far
+        self.off = 0  # position in the file
+        self.n_strings = 0  # in arrays, so far
         self._buf = b""
-        self._buf_off = 0           # position of _buf[0] in the file
+        self._buf_off = 0  # position of _buf[0] in the file
 
     def fail(self, reason: str, hint: str = _AGAIN, off: int | None = None) -> NoReturn:
         raise GgufError(self.path, self.off if off is None else off, reason, hint)
@@ -279,7 +338,9 @@ class _Reader:
 
     def need(self, n: int, what: str) -> None:
         if n > self.remaining:
-            self.fail(f"the file ends inside {what}: {n:,} bytes needed, {self.remaining:,} left; the file is truncated or damaged")
+            self.fail(
+                f"the file ends inside {what}: {n:,} bytes needed, {self.remaining:,} left; the file is truncated or damaged"
+            )
 
     def take(self, n: int, what: str) -> bytes:
         self.need(n, what)
@@ -292,7 +353,7 @@ class _Reader:
             if len(self._buf) < n:
                 self.fail(f"the file became shorter while {what} was read")
         self.off += n
-        return self._buf[start:start + n]
+        return self._buf[start : start + n]
 
     def skip(self, n: int, what: str) -> None:
         self.need(n, what)
@@ -350,23 +411,43 @@ def _parse_preamble(r: _Reader) -> tuple[int, int, int]:
         r.fail(f"is not a GGUF file (it starts with {magic!r}, not {MAGIC!r})", _what_is_it(magic), off=0)
     version = r.u32("the version")
     if version in (v << 24 for v in VERSIONS):
-        r.fail("is a big-endian GGUF file; only little-endian ones are read", "Take the little-endian file of the same model.", off=4)
+        r.fail(
+            "is a big-endian GGUF file; only little-endian ones are read",
+            "Take the little-endian file of the same model.",
+            off=4,
+        )
     if version == 1:
-        r.fail("is a GGUF file of version 1, which llama.cpp no longer reads", "Convert the model again with a current llama.cpp.", off=4)
+        r.fail(
+            "is a GGUF file of version 1, which llama.cpp no longer reads",
+            "Convert the model again with a current llama.cpp.",
+            off=4,
+        )
     if version not in VERSIONS:
-        r.fail(f"has GGUF version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}", "Update kvtier, or fetch the file again if it is damaged.", off=4)
+        r.fail(
+            f"has GGUF version {version}; known are {VERSIONS[0]} and {VERSIONS[1]}",
+            "Update kvtier, or fetch the file again if it is damaged.",
+            off=4,
+        )
     n_tensors, n_keys = r.u64("the number of tensors"), r.u64("the number of keys")
     # the shortest tensor description takes 8+1+4+8+4+8 bytes, the shortest key with its value 8+1+4+1
     if n_tensors > min(MAX_TENSORS, r.remaining // 33):
-        r.fail(f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe; it is truncated or damaged", off=8)
+        r.fail(
+            f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe; it is truncated or damaged",
+            off=8,
+        )
     if n_keys > min(MAX_KEYS, r.remaining // 14):
-        r.fail(f"claims {n_keys:,} keys, which a file of {r.n_bytes:,} bytes cannot hold; it is truncated or damaged", off=16)
+        r.fail(
+            f"claims {n_keys:,} keys, which a file of {r.n_bytes:,} bytes cannot hold; it is truncated or damaged",
+            off=16,
+        )
     return version, n_tensors, n_keys
 
 
 def _what_is_it(magic: bytes) -> str:
     if magic[:2] == b"PK":
-        return "This looks like a zip archive (a wheel, or a PyTorch checkpoint). Unpack it, or convert the model to GGUF."
+        return (
+            "This looks like a zip archive (a wheel, or a PyTorch checkpoint). Unpack it, or convert the model to GGUF."
+        )
     if magic in (b"lmgg", b"ggml", b"tjgg", b"fmgg", b"algg"):
         return "This is one of the formats before GGUF. Convert the model again with a current llama.cpp."
     if magic[:4] == b"vers":
@@ -405,9 +486,15 @@ def _parse_array(r: _Reader, key: str) -> Value:
     elif item_id in _SCALARS:
         least = struct.calcsize("<" + _SCALARS[item_id][1])
     else:
-        r.fail(f"{what} has {'nested arrays' if item_id == _ARRAY else f'the unknown item type {item_id}'}, which llama.cpp does not read", off=at)
+        r.fail(
+            f"{what} has {'nested arrays' if item_id == _ARRAY else f'the unknown item type {item_id}'}, which llama.cpp does not read",
+            off=at,
+        )
     if n > MAX_ARRAY_ITEMS or n * least > r.remaining:
-        r.fail(f"{what} claims {n:,} items, which do not fit in the {r.remaining:,} bytes left; the file is truncated or damaged", off=at)
+        r.fail(
+            f"{what} claims {n:,} items, which do not fit in the {r.remaining:,} bytes left; the file is truncated or damaged",
+            off=at,
+        )
     if item_id == _STRING:
         return _parse_strings(r, n, what)
     if n > MAX_KEPT_ITEMS:
@@ -450,7 +537,10 @@ def _parse_tensors(r: _Reader, n_tensors: int, alignment: int) -> Iterator[Tenso
         names.add(name)
         info = _parse_tensor(r, name, at)
         if info.off_bytes != expected_off:
-            r.fail(f"tensor '{name}' starts at {info.off_bytes:,} of the data, but the tensors before it end at {expected_off:,}", off=at)
+            r.fail(
+                f"tensor '{name}' starts at {info.off_bytes:,} of the data, but the tensors before it end at {expected_off:,}",
+                off=at,
+            )
         expected_off += -(-info.n_bytes // alignment) * alignment
         yield info
 
@@ -465,15 +555,21 @@ def _parse_tensor(r: _Reader, name: str, at: int) -> TensorInfo:
     off_bytes = r.u64(what)
     tensor_type = TENSOR_TYPES.get(type_id)
     if tensor_type is None:
-        r.fail(f"tensor '{name}' has the unknown type {type_id}",
-               "If the file is whole, it needs a newer llama.cpp than this kvtier knows: take another quantization, or update.", off=at)
+        r.fail(
+            f"tensor '{name}' has the unknown type {type_id}",
+            "If the file is whole, it needs a newer llama.cpp than this kvtier knows: take another quantization, or update.",
+            off=at,
+        )
     n_items = 1
     for dim in shape:
         n_items *= dim
     if not 0 < n_items < 1 << 63:
         r.fail(f"tensor '{name}' has the impossible shape {shape}", off=at)
     if shape[0] % tensor_type.block_items:
-        r.fail(f"tensor '{name}' has rows of {shape[0]:,}, not a multiple of {tensor_type.name}'s block of {tensor_type.block_items}", off=at)
+        r.fail(
+            f"tensor '{name}' has rows of {shape[0]:,}, not a multiple of {tensor_type.name}'s block of {tensor_type.block_items}",
+            off=at,
+        )
     return TensorInfo(name, shape, tensor_type, off_bytes, n_items // tensor_type.block_items * tensor_type.block_bytes)
 
 
@@ -484,5 +580,7 @@ def _check_data(r: _Reader, infos: tuple[TensorInfo, ...], data_off: int, alignm
     end = data_off + last.off_bytes + last.n_bytes
     if end > r.n_bytes:
         cut = next(t for t in infos if data_off + t.off_bytes + t.n_bytes > r.n_bytes)
-        r.fail(f"the file ends inside tensor '{cut.name}': {end:,} bytes expected, {r.n_bytes:,} there; the download is not complete",
-               off=r.n_bytes)
+        r.fail(
+            f"the file ends inside tensor '{cut.name}': {end:,} bytes expected, {r.n_bytes:,} there; the download is not complete",
+            off=r.n_bytes,
+        )

@@ -23,10 +23,17 @@ PROBE_TIMEOUT_S: Final = 20.0
 
 # What llama.cpp's own instruction-set switches need, in the words of /proc/cpuinfo. GGML_AVX512 turns on all five at once.
 _SWITCHES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("GGML_SSE42", ("sse4_2",)), ("GGML_AVX", ("avx",)), ("GGML_AVX2", ("avx2",)), ("GGML_FMA", ("fma",)), ("GGML_F16C", ("f16c",)),
-    ("GGML_BMI2", ("bmi2",)), ("GGML_AVX_VNNI", ("avx_vnni",)),
-    ("GGML_AVX512", ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")), ("GGML_AVX512_VBMI", ("avx512vbmi",)),
-    ("GGML_AVX512_VNNI", ("avx512_vnni",)), ("GGML_AVX512_BF16", ("avx512_bf16",)),
+    ("GGML_SSE42", ("sse4_2",)),
+    ("GGML_AVX", ("avx",)),
+    ("GGML_AVX2", ("avx2",)),
+    ("GGML_FMA", ("fma",)),
+    ("GGML_F16C", ("f16c",)),
+    ("GGML_BMI2", ("bmi2",)),
+    ("GGML_AVX_VNNI", ("avx_vnni",)),
+    ("GGML_AVX512", ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")),
+    ("GGML_AVX512_VBMI", ("avx512vbmi",)),
+    ("GGML_AVX512_VNNI", ("avx512_vnni",)),
+    ("GGML_AVX512_BF16", ("avx512_bf16",)),
 )
 
 # Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's address
@@ -55,11 +62,13 @@ os._exit(0)
 """
 
 _AMX_CODE: Final = (
-    "c4e2784907"                          # ldtilecfg [rdi]
-    "c4e27b49c0" "c4e27b49c8" "c4e27b49d0"  # tilezero tmm0, tmm1, tmm2
-    "c4e26b5ec1"                          # tdpbssd tmm0, tmm1, tmm2
-    "c4e27849c0"                          # tilerelease
-    "c3"                                  # ret
+    "c4e2784907"  # ldtilecfg [rdi]
+    "c4e27b49c0"
+    "c4e27b49c8"
+    "c4e27b49d0"  # tilezero tmm0, tmm1, tmm2
+    "c4e26b5ec1"  # tdpbssd tmm0, tmm1, tmm2
+    "c4e27849c0"  # tilerelease
+    "c3"  # ret
 )
 
 AmxState = Literal["absent", "works", "faults", "denied", "unknown"]
@@ -104,7 +113,7 @@ def cpu_count() -> int:
     """Processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:   # not Linux
+    except AttributeError:  # not Linux
         return os.cpu_count() or 1
 
 
@@ -126,12 +135,14 @@ def memory() -> Memory:
                 total, available = (n_bytes, available) if key == "MemTotal" else (total, n_bytes)
     except (OSError, ValueError, IndexError):
         return Memory(0, 0)
-    for folder, limit_name, used_name in (("/sys/fs/cgroup", "memory.max", "memory.current"),
-                                          ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+    for folder, limit_name, used_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
         try:
             limit = int(Path(folder, limit_name).read_text())
             used = int(Path(folder, used_name).read_text())
-        except (OSError, ValueError):   # no such group, or "max"
+        except (OSError, ValueError):  # no such group, or "max"
             continue
         total, available = min(total, limit), min(available, max(0, limit - used))
     return Memory(total, available)
@@ -159,7 +170,7 @@ def disk_speed(folder: Path, n_bytes: int = SPEED_BYTES) -> DiskSpeed:
         try:
             return _disk_speed(folder, n_bytes, direct)
         except OSError as err:
-            if err.errno not in (22, 95):   # EINVAL, EOPNOTSUPP: this file system has no direct I/O
+            if err.errno not in (22, 95):  # EINVAL, EOPNOTSUPP: this file system has no direct I/O
                 raise
     return _disk_speed(folder, n_bytes, 0)
 
@@ -171,7 +182,7 @@ def _disk_speed(folder: Path, n_bytes: int, direct: int) -> DiskSpeed:
         fd = os.open(name, os.O_RDWR | direct)
     finally:
         os.unlink(name)
-    with mmap.mmap(-1, 1 << 20) as block:   # page-aligned, as direct I/O wants it
+    with mmap.mmap(-1, 1 << 20) as block:  # page-aligned, as direct I/O wants it
         try:
             block.write(os.urandom(1 << 20))
             n_blocks = n_bytes >> 20
@@ -202,8 +213,14 @@ def run_code(code_hex: str, *, tiles: bool = False) -> int:
     """
     command = [sys.executable, "-I", "-c", _CHILD, code_hex, "tiles" if tiles else "plain"]
     try:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              timeout=PROBE_TIMEOUT_S, check=False).returncode
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return 1
 

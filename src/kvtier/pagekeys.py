@@ -48,7 +48,9 @@ class PageKeys:
         known = self._known.get(layer.array)
         if known is None or len(known.key_norm) != layer.n_pages:
             n = layer.n_pages
-            known = _Known(np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros((n, layer.n_head_kv * layer.d_k), np.float32))
+            known = _Known(
+                np.zeros(n, np.float32), np.zeros(n, np.float32), np.zeros((n, layer.n_head_kv * layer.d_k), np.float32)
+            )
             self._known[layer.array] = known
         full = self._full(layer, tier)
         known.key_norm[~full] = 0.0  # given up, or begun anew

@@ -21,13 +21,28 @@ from .figures import UNLIMITED, Figures
 from .kv import KVCache, LayerMass
 from .pagekeys import PageKeys
 from .policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
-from .policies.base import GONE, HOST, PLAN_STEPS, Budgets, Floats, Indices, Observation, Observer, PageStats, Plan, Policy, Telling
+from .policies.base import (
+    GONE,
+    HOST,
+    PLAN_STEPS,
+    Budgets,
+    Floats,
+    Indices,
+    Observation,
+    Observer,
+    PageStats,
+    Plan,
+    Policy,
+    Telling,
+)
 from .policies.looks import LayerLook, Shape, Tracker
 from .policies.registry import DEFAULT, create
 from .policies.validate import check_plan
 from .settings import MASS_DECAY
 
-TIME_LIMIT_S: Final = 5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
+TIME_LIMIT_S: Final = (
+    5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works
+)
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
@@ -164,7 +179,9 @@ class KVEngine:
         self._kv.set_keep(array, scores)
 
 
-def page_sizes(figures: Figures, layers: Sequence[LayerMass], tiers: Sequence[np.ndarray[tuple[int], np.dtype[np.uint8]]]) -> list[int]:
+def page_sizes(
+    figures: Figures, layers: Sequence[LayerMass], tiers: Sequence[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+) -> list[int]:
     """Bytes of a page of each layer in RAM: the tier's bytes, shared out by what a cell of the layer holds."""
     weights = [f.page_tokens * f.n_head_kv * (f.d_k + f.d_v) for f in (layer.figures for layer in layers)]
     held = sum(weight * int(np.count_nonzero(tier == HOST)) for weight, tier in zip(weights, tiers, strict=True))
@@ -233,7 +250,9 @@ class _Caller:
 class Planner:
     """A policy with its replacement: always gives a checked plan, whatever the policy does."""
 
-    def __init__(self, policy: Policy, limit_s: float = TIME_LIMIT_S, report: Callable[[str], None] = _log.warning) -> None:
+    def __init__(
+        self, policy: Policy, limit_s: float = TIME_LIMIT_S, report: Callable[[str], None] = _log.warning
+    ) -> None:
         self.problem = ""
         self.policy = policy
         self._limit_s = limit_s
@@ -254,7 +273,9 @@ class Planner:
             self.problem = err.message
         self._caller.end(0.0)
         failed, self.policy = self.policy, create(DEFAULT)
-        self._report(f"the policy '{failed.name}' is not used any more: {self.problem}. '{self.policy.name}' carries on")
+        self._report(
+            f"the policy '{failed.name}' is not used any more: {self.problem}. '{self.policy.name}' carries on"
+        )
         self._caller = _Caller(self.policy)
         return self.plan(stats, budgets, seen)
 

@@ -19,23 +19,30 @@ from .gguf import GgufHeader, TensorInfo
 from .modelshape import AttentionLayer, ModelShape, shape_of
 from .settings import COMPACT, SUB_PAGE_TOKENS
 
-CELL_ALIGN: Final = 256        # llama.cpp rounds contexts and sliding caches up to this many cells
+CELL_ALIGN: Final = 256  # llama.cpp rounds contexts and sliding caches up to this many cells
 HEAD_ALIGN_BYTES: Final = 64
-KEY_ALIGN_BYTES: Final = 4096        # keys of a head that are kept apart
+KEY_ALIGN_BYTES: Final = 4096  # keys of a head that are kept apart
 KEY_SLACK_BYTES: Final = 16384
-PROCESS_BYTES: Final = 512 << 20     # left for Python, llama.cpp's own tables and the rest of the machine
-LEAST_PAGES_PER_LAYER: Final = 8     # a host budget below this many pages per layer only moves pages to and fro
-SLAB_PERCENT: Final = 103             # of a cache's pages: what the store's slabs take for them
+PROCESS_BYTES: Final = 512 << 20  # left for Python, llama.cpp's own tables and the rest of the machine
+LEAST_PAGES_PER_LAYER: Final = 8  # a host budget below this many pages per layer only moves pages to and fro
+SLAB_PERCENT: Final = 103  # of a cache's pages: what the store's slabs take for them
 MAX_TOKENS: Final = 1 << 24
-LONG_TOKENS: Final = 8192             # from here on bounded fidelity pays, whatever room there is
-LEAST_LOSSY_PERCENT: Final = 20       # of the cache, measured to be usable (docs/lossy.md)
-LOSSY_TYPE: Final = "f16"             # pages of lossy fidelity begin as
+LONG_TOKENS: Final = 8192  # from here on bounded fidelity pays, whatever room there is
+LEAST_LOSSY_PERCENT: Final = 20  # of the cache, measured to be usable (docs/lossy.md)
+LOSSY_TYPE: Final = "f16"  # pages of lossy fidelity begin as
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
 # storage type -> (elements of a block, bytes of a block)
-CACHE_TYPES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType({
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20),
-})
+CACHE_TYPES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "f32": (1, 4),
+        "f16": (1, 2),
+        "bf16": (1, 2),
+        "q8_0": (32, 34),
+        "q4_0": (32, 18),
+        "q4_1": (32, 20),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class BoundedBytes:
 
     always_bytes: int
     page_bytes: int
-    n_ctx_in_ram: int | None = None   # the longest context of which both fit in RAM, None without a machine
+    n_ctx_in_ram: int | None = None  # the longest context of which both fit in RAM, None without a machine
 
     @property
     def held_bytes(self) -> int:
@@ -113,21 +120,21 @@ class Plan:
 
     shape: ModelShape
     request: PlanRequest
-    n_ctx: int               # tokens, rounded up as llama.cpp does
-    n_cells: int             # of a full layer, per stream
-    n_cells_sliding: int     # of a sliding-window layer, per stream; 0 without one
+    n_ctx: int  # tokens, rounded up as llama.cpp does
+    n_cells: int  # of a full layer, per stream
+    n_cells_sliding: int  # of a sliding-window layer, per stream; 0 without one
     n_streams: int
     n_pages: int
     file_bytes: int
     weight_bytes: int
-    repack_bytes: int        # weights that llama.cpp keeps a second time in an order that suits this CPU
+    repack_bytes: int  # weights that llama.cpp keeps a second time in an order that suits this CPU
     state_bytes: int
     compute_bytes: int
-    attention_bytes: int     # compute buffer of our device
+    attention_bytes: int  # compute buffer of our device
     output_bytes: int
     chosen: CacheBytes
     caches: tuple[CacheBytes, ...]
-    bounded: BoundedBytes | None   # None: head sizes that Q8_0 cannot hold, or no values of their own (MLA)
+    bounded: BoundedBytes | None  # None: head sizes that Q8_0 cannot hold, or no values of their own (MLA)
     machine: Machine | None
     options: tuple[Option, ...]
     warnings: tuple[str, ...]
@@ -138,7 +145,12 @@ class Plan:
         return self.weight_bytes + self.state_bytes + self.compute_bytes + self.attention_bytes + self.output_bytes
 
 
-def make_plan(headers: Sequence[GgufHeader], request: PlanRequest, machine: Machine | None = None, cpu_flags: frozenset[str] = frozenset()) -> Plan:
+def make_plan(
+    headers: Sequence[GgufHeader],
+    request: PlanRequest,
+    machine: Machine | None = None,
+    cpu_flags: frozenset[str] = frozenset(),
+) -> Plan:
     """The plan for a model given by the headers of its files (see gguf.read_model).
 
     `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises GgufError
@@ -153,18 +165,32 @@ def make_plan(headers: Sequence[GgufHeader], request: PlanRequest, machine: Mach
     if (request.type_k, request.type_v) not in types:
         types.insert(0, (request.type_k, request.type_v))
     plan = Plan(
-        shape=shape, request=request, n_ctx=n_ctx, n_cells=n_cells, n_cells_sliding=n_sliding, n_streams=n_streams,
+        shape=shape,
+        request=request,
+        n_ctx=n_ctx,
+        n_cells=n_cells,
+        n_cells_sliding=n_sliding,
+        n_streams=n_streams,
         n_pages=sum(_n_pages(layer, request, n_cells, n_sliding, n_streams) for layer in shape.attention),
-        file_bytes=sum(h.file_bytes for h in headers), weight_bytes=sum(t.n_bytes for t in tensors), repack_bytes=_repacked(tensors, cpu_flags),
-        state_bytes=4 * shape.state_items * request.n_seq_max, compute_bytes=compute_buffer(shape, request, n_cells),
+        file_bytes=sum(h.file_bytes for h in headers),
+        weight_bytes=sum(t.n_bytes for t in tensors),
+        repack_bytes=_repacked(tensors, cpu_flags),
+        state_bytes=4 * shape.state_items * request.n_seq_max,
+        compute_bytes=compute_buffer(shape, request, n_cells),
         attention_bytes=attention_buffer(shape, request, n_cells, n_sliding),
         output_bytes=4 * shape.n_vocab * request.n_seq_max,
-        chosen=cache_bytes(shape, request, request.type_k, request.type_v), caches=tuple(cache_bytes(shape, request, k, v) for k, v in types),
-        bounded=bounded_bytes(shape, request), machine=machine, options=(), warnings=_warnings(shape, request, n_ctx),
+        chosen=cache_bytes(shape, request, request.type_k, request.type_v),
+        caches=tuple(cache_bytes(shape, request, k, v) for k, v in types),
+        bounded=bounded_bytes(shape, request),
+        machine=machine,
+        options=(),
+        warnings=_warnings(shape, request, n_ctx),
     )
     if plan.chosen.cache_bytes is None:
-        raise UsageError(f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
-                         "Take -ctk f16 -ctv f16.")
+        raise UsageError(
+            f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
+            "Take -ctk f16 -ctv f16.",
+        )
     return plan if machine is None else _with_machine(plan, machine)
 
 
@@ -174,13 +200,17 @@ def _checked(request: PlanRequest, shape: ModelShape) -> PlanRequest:
         if value not in CACHE_TYPES:
             raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(CACHE_TYPES)}.")
     if not 0 <= request.n_ctx <= MAX_TOKENS:
-        raise UsageError(f"a context of {request.n_ctx:,} tokens is not possible", f"Take 0 (the model's own) to {MAX_TOKENS:,}.")
+        raise UsageError(
+            f"a context of {request.n_ctx:,} tokens is not possible", f"Take 0 (the model's own) to {MAX_TOKENS:,}."
+        )
     if request.n_ctx == 0 and shape.n_ctx_train <= 0:
         raise UsageError("the file does not say which context the model was trained for", "Name one with --ctx.")
     if min(request.n_batch, request.n_ubatch, request.n_seq_max) < 1:
         raise UsageError("batch sizes and the number of sequences must be at least 1")
     if request.page_tokens < 1 or request.page_tokens % SUB_PAGE_TOKENS:
-        raise UsageError(f"pages of {request.page_tokens} tokens are not possible", f"Take a multiple of {SUB_PAGE_TOKENS}.")
+        raise UsageError(
+            f"pages of {request.page_tokens} tokens are not possible", f"Take a multiple of {SUB_PAGE_TOKENS}."
+        )
     n_ctx = request.n_ctx or min(shape.n_ctx_train, MAX_TOKENS)
     n_batch = min(request.n_batch, n_ctx)
     return replace(request, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(request.n_ubatch, n_batch))
@@ -191,8 +221,10 @@ def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str,
     if not shape.attention:
         warnings.append("This model has no attention layer: there is no KV cache to place, it runs as it is.")
     if shape.n_ctx_train and request.n_ctx > shape.n_ctx_train:
-        warnings.append(f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example "
-                        f"{' '.join(rope_words(shape, request))}.")
+        warnings.append(
+            f"The model was trained for {shape.n_ctx_train:,} tokens; {n_ctx:,} need RoPE scaling, for example "
+            f"{' '.join(rope_words(shape, request))}."
+        )
     return tuple(warnings)
 
 
@@ -272,7 +304,9 @@ def bounded_bytes(shape: ModelShape, request: PlanRequest) -> BoundedBytes | Non
         n_subs = n_pages * request.page_tokens // SUB_PAGE_TOKENS
         n_groups = -(-n_subs // SUB_PAGE_TOKENS)
         keys = layer.n_head_kv * _up(n_subs * SUB_PAGE_TOKENS * k, KEY_ALIGN_BYTES) + KEY_SLACK_BYTES
-        errors = 4 * layer.n_head_kv * (-(-layer.d_k // 32) * (n_subs // SUB_PAGE_TOKENS + 2) * SUB_PAGE_TOKENS + layer.d_k)
+        errors = (
+            4 * layer.n_head_kv * (-(-layer.d_k // 32) * (n_subs // SUB_PAGE_TOKENS + 2) * SUB_PAGE_TOKENS + layer.d_k)
+        )
         means = layer.n_head_kv * _up((n_groups + 1) * SUB_PAGE_TOKENS * v, HEAD_ALIGN_BYTES) + n_subs
         always += keys + errors + means
         pages += n_pages * layer.n_head_kv * _up(request.page_tokens * v, HEAD_ALIGN_BYTES)
@@ -295,7 +329,10 @@ def attention_buffer(shape: ModelShape, request: PlanRequest, n_cells: int, n_sl
     """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result (F32)."""
     layers = [layer for layer in shape.attention if not layer.indexer]
     masks = 2 * sum(n_sliding if slides else n_cells for slides in {layer.slides for layer in layers})
-    rows = (shape.n_head * (layer.d_k + (layer.d_v or layer.d_k)) + layer.n_head_kv * (layer.d_k + layer.d_v) for layer in layers)
+    rows = (
+        shape.n_head * (layer.d_k + (layer.d_v or layer.d_k)) + layer.n_head_kv * (layer.d_k + layer.d_v)
+        for layer in layers
+    )
     return request.n_ubatch * (masks + 4 * max(rows, default=0))
 
 
@@ -305,18 +342,36 @@ def _repacked(tensors: Sequence[TensorInfo], cpu_flags: frozenset[str]) -> int:
     if "avx512f" in cpu_flags:
         types |= {"q2_K"}
     tied = not any(t.name == "output.weight" for t in tensors)
-    return sum(t.n_bytes for t in tensors
-               if t.type.name in types and len(t.shape) >= 2 and t.shape[1] % 8 == 0 and (t.name != "token_embd.weight" or tied))
+    return sum(
+        t.n_bytes
+        for t in tensors
+        if t.type.name in types
+        and len(t.shape) >= 2
+        and t.shape[1] % 8 == 0
+        and (t.name != "token_embd.weight" or tied)
+    )
 
 
 def _with_machine(plan: Plan, machine: Machine) -> Plan:
     room = machine.ram_available_bytes - PROCESS_BYTES - plan.fixed_bytes
     caches = tuple(replace(c, n_ctx_in_ram=_longest_exact(plan, machine, c)) for c in plan.caches)
-    bounded = plan.bounded and replace(plan.bounded, n_ctx_in_ram=_longest(plan, machine, lambda r: b.held_bytes if (b := bounded_bytes(plan.shape, r)) else 0))
+    bounded = plan.bounded and replace(
+        plan.bounded,
+        n_ctx_in_ram=_longest(plan, machine, lambda r: b.held_bytes if (b := bounded_bytes(plan.shape, r)) else 0),
+    )
     warnings = list(plan.warnings)
     if plan.fixed_bytes + PROCESS_BYTES > machine.ram_available_bytes:
-        warnings.append("Weights and buffers alone are more than the memory available: they would be read from the file again for every token.")
-    return replace(plan, machine=machine, caches=caches, bounded=bounded, options=_options(plan, machine, room), warnings=tuple(warnings))
+        warnings.append(
+            "Weights and buffers alone are more than the memory available: they would be read from the file again for every token."
+        )
+    return replace(
+        plan,
+        machine=machine,
+        caches=caches,
+        bounded=bounded,
+        options=_options(plan, machine, room),
+        warnings=tuple(warnings),
+    )
 
 
 def _held(n_bytes: int) -> int:
@@ -326,7 +381,9 @@ def _held(n_bytes: int) -> int:
 def _longest_exact(plan: Plan, machine: Machine, cache: CacheBytes) -> int | None:
     if cache.page_bytes is None:
         return None
-    return _longest(plan, machine, lambda r: _held(cache_bytes(plan.shape, r, cache.type_k, cache.type_v).page_bytes or 0))
+    return _longest(
+        plan, machine, lambda r: _held(cache_bytes(plan.shape, r, cache.type_k, cache.type_v).page_bytes or 0)
+    )
 
 
 def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -> int:
@@ -336,7 +393,9 @@ def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -
         request = replace(plan.request, n_ctx=n_ctx)
         n_cells = cells(request)[1]
         n_sliding = sliding_cells(request, plan.shape.n_swa, n_cells) if plan.shape.n_swa else 0
-        buffers = compute_buffer(plan.shape, request, n_cells) + attention_buffer(plan.shape, request, n_cells, n_sliding)
+        buffers = compute_buffer(plan.shape, request, n_cells) + attention_buffer(
+            plan.shape, request, n_cells, n_sliding
+        )
         fixed = plan.fixed_bytes - plan.compute_bytes - plan.attention_bytes + buffers
         return held(request) + fixed + PROCESS_BYTES <= machine.ram_available_bytes
 
@@ -378,7 +437,7 @@ def _working_bytes(plan: Plan, type_k: str, type_v: str) -> int:
 
 
 def _disk_budget(n_bytes: int, machine: Machine) -> int | None:
-    disk = _up(n_bytes * 21 // 20, 1 << 20)   # slots are a little larger than pages
+    disk = _up(n_bytes * 21 // 20, 1 << 20)  # slots are a little larger than pages
     return disk if disk <= machine.disk_free_bytes else None
 
 
@@ -400,16 +459,28 @@ def _lossy(plan: Plan, room: int) -> Option | None:
     whole = next(c.page_bytes for c in plan.caches if c.type_k == c.type_v == LOSSY_TYPE)
     if not whole:
         return None
-    layer_bytes = (page_bytes(layer, LOSSY_TYPE, LOSSY_TYPE, plan.request.page_tokens) or 0 for layer in plan.shape.attention if layer.slides)
-    windows = plan.n_streams * -(-plan.n_cells_sliding // plan.request.page_tokens) * sum(layer_bytes)   # are never given up
-    host = _host_budget(room, max(windows + _working_bytes(plan, LOSSY_TYPE, LOSSY_TYPE), whole * LEAST_LOSSY_PERCENT // 100))
+    layer_bytes = (
+        page_bytes(layer, LOSSY_TYPE, LOSSY_TYPE, plan.request.page_tokens) or 0
+        for layer in plan.shape.attention
+        if layer.slides
+    )
+    windows = (
+        plan.n_streams * -(-plan.n_cells_sliding // plan.request.page_tokens) * sum(layer_bytes)
+    )  # are never given up
+    host = _host_budget(
+        room, max(windows + _working_bytes(plan, LOSSY_TYPE, LOSSY_TYPE), whole * LEAST_LOSSY_PERCENT // 100)
+    )
     if host is None:
         return None
     share = f"{host * 100 // whole} %" if host < whole else "all"
-    return Option(f"in RAM alone, in {share} of the bytes: what is wanted least goes", LOSSY_TYPE, LOSSY_TYPE, host, None, "lossy")
+    return Option(
+        f"in RAM alone, in {share} of the bytes: what is wanted least goes", LOSSY_TYPE, LOSSY_TYPE, host, None, "lossy"
+    )
 
 
-def command_line(model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()) -> str:
+def command_line(
+    model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()
+) -> str:
     """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any, `extra` more options."""
     parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
     if (option.type_k, option.type_v) != ("f16", "f16") and option.fidelity != "bounded":

@@ -43,7 +43,12 @@ class RunReport:
             "n_ctx_train": self.n_ctx_train,
             "load_s": self.load_s,
             **asdict(self.timing),
-            "kv": {"n_layers": self.n_layers, **figures, "omitted": self.figures.omitted, "omitted_bound": self.figures.omitted_bound},
+            "kv": {
+                "n_layers": self.n_layers,
+                **figures,
+                "omitted": self.figures.omitted,
+                "omitted_bound": self.figures.omitted_bound,
+            },
             "policy": None if self.placement is None else asdict(self.placement),
         }
 
@@ -77,7 +82,12 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
         rows.append(("kv dropped for good", f"{figures.tiers['none'].n_pages:,} pages{sums}"))
     if figures.omitted is not None and figures.omitted_bound is not None:
         read = figures.tokens_read / max(1, figures.tokens_seen)
-        rows.append(("attention left out", f"{figures.omitted:.1%} on average ({figures.omitted_bound:.1%} at most); {read:.1%} of the values read"))
+        rows.append(
+            (
+                "attention left out",
+                f"{figures.omitted:.1%} on average ({figures.omitted_bound:.1%} at most); {read:.1%} of the values read",
+            )
+        )
     if figures.disk_reads or figures.disk_writes:
         share = (
             f", {100 * figures.n_prefetch_used / figures.n_prefetched:.0f} % of them used"

@@ -84,7 +84,9 @@ class KVSettings:
         _check_int("page_tokens", self.page_tokens, SUB_PAGE_TOKENS, MAX_PAGE_TOKENS)
         if self.page_tokens is not None and self.page_tokens % SUB_PAGE_TOKENS:
             near = max(SUB_PAGE_TOKENS, round(self.page_tokens / SUB_PAGE_TOKENS) * SUB_PAGE_TOKENS)
-            raise SettingsError(f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}.")
+            raise SettingsError(
+                f"page_tokens is {self.page_tokens}, which is not a multiple of {SUB_PAGE_TOKENS}", f"Take {near}."
+            )
         object.__setattr__(self, "fidelity", _fidelity(self.fidelity))
         _check_int("io_threads", self.io_threads, 1, 64)
         _check_int("protect_first", self.protect_first, 0, 1 << 20)
@@ -117,9 +119,13 @@ class KVSettings:
                 "Say how much the disk tier may take (--kv-disk 20GiB), or leave --kv-dir out.",
             )
         if self.fidelity == "lossy" and self.disk is not None:
-            raise SettingsError("lossy fidelity drops what has to leave RAM, but a disk tier is given too", "Leave --kv-disk out.")
+            raise SettingsError(
+                "lossy fidelity drops what has to leave RAM, but a disk tier is given too", "Leave --kv-disk out."
+            )
         if self.disk == 0:
-            raise SettingsError("the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB.")
+            raise SettingsError(
+                "the disk budget is 0 bytes", "Leave --kv-disk out for no disk tier, or give it for example 20GiB."
+            )
 
     @property
     def eps(self) -> float | None:
@@ -130,7 +136,10 @@ class KVSettings:
     @property
     def protected_pages(self) -> tuple[int, int]:
         """Pages at the start and at the end of each sequence that never leave RAM, the library's own where nothing is set."""
-        return (PROTECT_FIRST if self.protect_first is None else self.protect_first, PROTECT_LAST if self.protect_last is None else self.protect_last)
+        return (
+            PROTECT_FIRST if self.protect_first is None else self.protect_first,
+            PROTECT_LAST if self.protect_last is None else self.protect_last,
+        )
 
     def _check_read_budget(self) -> None:
         if self.read_budget is None:
@@ -195,7 +204,15 @@ class KVSettings:
             if not equals or name not in names:
                 raise SettingsError(f"there is no setting '{key}'", f"Settings: {', '.join(sorted(names))}.")
             hint = str(get_type_hints(cls)[name])
-            values[name] = float(value) if "float" in hint else bool(int(value)) if "bool" in hint else int(value) if "int" in hint else value
+            values[name] = (
+                float(value)
+                if "float" in hint
+                else bool(int(value))
+                if "bool" in hint
+                else int(value)
+                if "int" in hint
+                else value
+            )
         return cls(**values)
 
 
@@ -203,7 +220,9 @@ def _bytes(name: str, value: str | int | None) -> int | None:
     if value is None:
         return None
     if not isinstance(value, (int, str)) or isinstance(value, bool):
-        raise SettingsError(f"the {name} budget is {value!r}, which is no number of bytes", 'Give an int, or text such as "2GiB".')
+        raise SettingsError(
+            f"the {name} budget is {value!r}, which is no number of bytes", 'Give an int, or text such as "2GiB".'
+        )
     try:
         return parse_bytes(value)
     except ValueError as err:
@@ -216,7 +235,10 @@ def _share(text: str) -> float:
     except ValueError:
         share = 0.0
     if not LEAST_SHARE <= share <= MAX_SHARE:
-        raise SettingsError(f"the host budget '{text}' is not a share of free memory from 1% to 95%", "Take 60% to 70%, which leaves a sound buffer.")
+        raise SettingsError(
+            f"the host budget '{text}' is not a share of free memory from 1% to 95%",
+            "Take 60% to 70%, which leaves a sound buffer.",
+        )
     return share
 
 
@@ -243,7 +265,9 @@ def _format(name: str, value: str | None) -> str | None:
     if value is None:
         return None
     if value.lower() not in FORMATS:
-        raise SettingsError(f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}.")
+        raise SettingsError(
+            f"{name} is '{value}', which is not a storage format of pages", f"Take one of {', '.join(FORMATS)}."
+        )
     return value.lower()
 
 

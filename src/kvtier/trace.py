@@ -33,7 +33,9 @@ Codes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 # code c > 0 stands for 2^(FLOOR_LOG2 * (255 - c) / 254): steps of 6.8 %, so at most 3.4 % off
-MASS_OF_CODE: Final[Floats] = np.concatenate([[0.0], np.exp2(FLOOR_LOG2 * (255 - np.arange(1, 256)) / 254)]).astype(np.float32)
+MASS_OF_CODE: Final[Floats] = np.concatenate([[0.0], np.exp2(FLOOR_LOG2 * (255 - np.arange(1, 256)) / 254)]).astype(
+    np.float32
+)
 
 
 def encode_mass(mass: Floats) -> Codes:
@@ -70,7 +72,13 @@ class TraceHeader:
         """Raises KeyError, TypeError or ValueError for what is no header."""
         numbers = {name: int(raw[name]) for name in ("n_layers", "page_tokens", "page_bytes", "n_prefix", "n_tokens")}
         layers = tuple(int(layer) for layer in raw["layers"])
-        if not layers or min(layers) < 0 or max(layers) >= numbers["n_layers"] or min(numbers.values()) < 0 or numbers["page_tokens"] < 1:
+        if (
+            not layers
+            or min(layers) < 0
+            or max(layers) >= numbers["n_layers"]
+            or min(numbers.values()) < 0
+            or numbers["page_tokens"] < 1
+        ):
             raise ValueError("its figures contradict each other")
         return cls(model=str(raw["model"]), text=str(raw.get("text", "")), layers=layers, **numbers)
 
@@ -229,7 +237,9 @@ def read_trace(path: Path, partial: bool = False) -> Trace:
     try:
         data = path.read_bytes()
     except OSError as err:
-        raise TraceError(f"the trace {path} cannot be read: {err.strerror}", "Record one with `kvtier trace record`.") from err
+        raise TraceError(
+            f"the trace {path} cannot be read: {err.strerror}", "Record one with `kvtier trace record`."
+        ) from err
     header, off_bytes = _read_header(path, data)
     parts = _Parts(header)
     reason = ""
@@ -250,7 +260,9 @@ def _read_header(path: Path, data: bytes) -> tuple[TraceHeader, int]:
         raise TraceError(f"{path} is no trace", "Give a file that `kvtier trace record` wrote.")
     _, version, n_bytes = _HEAD.unpack_from(data)
     if version != VERSION:
-        raise TraceError(f"the trace {path} has version {version}, and this program reads version {VERSION}", "Record it again.")
+        raise TraceError(
+            f"the trace {path} has version {version}, and this program reads version {VERSION}", "Record it again."
+        )
     end = _HEAD.size + n_bytes
     text = data[_HEAD.size : end]
     if len(data) < end + 4 or zlib.crc32(text) != struct.unpack_from("<I", data, end)[0]:
@@ -336,5 +348,11 @@ class _Parts:
             codes[at : at + len(block), :, : block.shape[2]] = block
             at += len(block)
         return Trace(
-            self.header, codes, np.concatenate(self._counts), np.concatenate(self._tokens), self._prefix, self._features, is_whole
+            self.header,
+            codes,
+            np.concatenate(self._counts),
+            np.concatenate(self._tokens),
+            self._prefix,
+            self._features,
+            is_whole,
         )

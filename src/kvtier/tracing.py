@@ -111,7 +111,9 @@ class Recorder:
         n_pages = -(-llm.n_tokens // self._page_tokens())
         return Recorded(n_done, len(indices), n_pages, path.stat().st_size, n_done < n_total)
 
-    def _prefill(self, tokens: Sequence[int], progress: Callable[[str, int, int], None], stop: Callable[[], bool]) -> _Prefill | None:
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[str, int, int], None], stop: Callable[[], bool]
+    ) -> _Prefill | None:
         prefill: _Prefill | None = None
         for i in range(0, len(tokens), _UBATCH):
             if stop():

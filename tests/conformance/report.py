@@ -16,14 +16,20 @@ def op_section(op: str, cases: list[OpCase]) -> list[str]:
     taken = [case for case in cases if case.is_supported]
     refused = [case for case in cases if not case.is_supported]
     lines = [f"## test-backend-ops: {op}", ""]
-    lines += [f"{len(cases)} cases; {len(taken)} computed by our pages and kernels, {len(refused)} answered with \"not supported\".", ""]
+    lines += [
+        f'{len(cases)} cases; {len(taken)} computed by our pages and kernels, {len(refused)} answered with "not supported".',
+        "",
+    ]
     if not refused:
         return lines
     groups = Counter((reason_of(case), tuple(case.values[key] for key in GROUP_BY[op])) for case in refused)
     for reason in (r for r in REASONS if r.op == op):
         rows = sorted((values, n) for (covering, values), n in groups.items() if covering is reason)
         if rows:
-            lines += [f"Not supported: {reason.title} ({sum(n for _, n in rows)} cases). {reason.why[0].upper()}{reason.why[1:]}.", ""]
+            lines += [
+                f"Not supported: {reason.title} ({sum(n for _, n in rows)} cases). {reason.why[0].upper()}{reason.why[1:]}.",
+                "",
+            ]
             lines += ["| " + " | ".join((*GROUP_BY[op], "cases")) + " |", "| --- " * len(GROUP_BY[op]) + "| ---: |"]
             lines += ["| " + " | ".join(values) + f" | {n} |" for values, n in rows]
             lines.append("")

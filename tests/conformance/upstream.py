@@ -30,7 +30,9 @@ def build() -> Path:
 def run(command: list[str]) -> str:
     """Runs a command that must succeed; its standard output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
-    assert done.returncode == 0, f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    )
     return done.stdout
 
 
@@ -53,7 +55,18 @@ class OpCase:
 
 def op_cases(programs: Path, op: str) -> list[OpCase]:
     """Runs all cases of one operation on KVT0. The exit status is not asserted: the records say what failed."""
-    command = [str(programs / "test-backend-ops"), "test", "-b", "KVT0", "-o", op, "--output", "csv", "-j", str(os.cpu_count() or 1)]
+    command = [
+        str(programs / "test-backend-ops"),
+        "test",
+        "-b",
+        "KVT0",
+        "-o",
+        op,
+        "--output",
+        "csv",
+        "-j",
+        str(os.cpu_count() or 1),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
     assert done.returncode in (0, 1), f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr[-6000:]}"
     # a failure is printed in front of its record, on the same line
@@ -88,7 +101,9 @@ def arch_rows(programs: Path) -> list[ArchRow]:
     """Runs all architectures on KVT0 with a fixed seed."""
     command = [str(programs / "test-llama-archs"), "-b", "KVT0", "-s", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment())
-    assert done.returncode in (0, 1), f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode in (0, 1), (
+        f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert "\nSummary: " in plain, f"the output ends early:\n{plain[-3000:]}"
     rows = []

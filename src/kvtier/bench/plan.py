@@ -68,14 +68,22 @@ def bounded_quarter(cache_bytes: int, directory: Path, fidelity: str, fmt: str) 
     values.
     """
     keys, values = (int(cache_bytes / 2 * (Q8_0_SHARE if kind == "q8_0" else 1.0)) for kind in ("q8_0", fmt))
-    settings = KVSettings(host=int(keys * 1.06) + values // 4, disk=cache_bytes + (1 << 30), dir=directory, fidelity=fidelity, host_type_v=fmt)
+    settings = KVSettings(
+        host=int(keys * 1.06) + values // 4,
+        disk=cache_bytes + (1 << 30),
+        dir=directory,
+        fidelity=fidelity,
+        host_type_v=fmt,
+    )
     name = f"kvtier {fmt} {fidelity}, 1/4 in RAM"
     return Configuration(name, "kvtier", AUTO, AUTO, settings=settings.with_cache_types(None, None).to_native())
 
 
 def quarter(cache_bytes: int, directory: Path) -> Configuration:
     """kvtier with a host budget of a quarter of an f16 cache and the rest on disk, all in f16."""
-    settings = KVSettings(host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16")
+    settings = KVSettings(
+        host=cache_bytes // 4, disk=cache_bytes + (1 << 30), dir=directory, host_type_k="f16", host_type_v="f16"
+    )
     return Configuration(KVTIER_QUARTER, "kvtier", settings=settings.with_cache_types("f16", "f16").to_native())
 
 

@@ -24,7 +24,10 @@ def _ratio(value: Spread) -> str:
 
 def _against(result: DecodeResult | PrefillResult, name: str, *, cpu: bool = False) -> list[str]:
     ratio = result.cpu_ratio if cpu else result.ratio
-    return ["-" if name == baseline or baseline not in result.seconds else _ratio(ratio(name, baseline)) for baseline in BASELINES]
+    return [
+        "-" if name == baseline or baseline not in result.seconds else _ratio(ratio(name, baseline))
+        for baseline in BASELINES
+    ]
 
 
 def _cpu_header(result: DecodeResult | PrefillResult, bench: BenchResult) -> tuple[str, ...]:
@@ -83,7 +86,9 @@ def text(bench: BenchResult) -> str:
     parts = [_heading(bench), *(decode_table(result, bench) for result in bench.decode)]
     if bench.prefill is not None:
         parts.append(prefill_table(bench.prefill, bench))
-    parts.append("x: median of the rounds' ratios of times, taken next to each other (smallest..largest); CPU: of processor time")
+    parts.append(
+        "x: median of the rounds' ratios of times, taken next to each other (smallest..largest); CPU: of processor time"
+    )
     return "\n\n".join(parts)
 
 

@@ -151,7 +151,10 @@ def _rounds(bench: _Bench, lanes: dict[str, _Lane], context: int, n_threads: int
             turns.add(name, answer)
             disk[name] += float(answer.get("disk_read_bytes", 0)) / (n * plan.rounds)
             read[name] += float(answer.get("kv_read_bytes", 0)) / (n * plan.rounds)
-    traffic = {name: Traffic(int(lanes[name].child.info["model_bytes"]), round(read[name]) or lanes[name].kv_bytes, disk[name]) for name in turns.times}
+    traffic = {
+        name: Traffic(int(lanes[name].child.info["model_bytes"]), round(read[name]) or lanes[name].kv_bytes, disk[name])
+        for name in turns.times
+    }
     filled = {name: lanes[name].how for name in turns.times}
     return DecodeResult(context, n_threads, n, turns.times, turns.cpu_times, traffic, filled)
 

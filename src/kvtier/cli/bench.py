@@ -25,7 +25,9 @@ from .texts import read_text
 
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("model", default="smollm2")
-@option("--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode.")
+@option(
+    "--contexts", type=NumbersParam(0), default="0,8k,32k", metavar="LIST", help="Tokens in the cache during decode."
+)
 @option("-t", "--threads", type=NumbersParam(1), default="1,2", metavar="LIST", help="Thread counts.")
 @option("--rounds", type=click.IntRange(1), default=7, help="Rounds behind each median.")
 @option(
@@ -42,7 +44,9 @@ from .texts import read_text
     metavar="bounded[:EPS]",
     help="Add rows that read values by weight (see kvtier run --fidelity). Contexts then hold the text itself.",
 )
-@option("--computed", is_flag=True, help="Fill contexts with the text itself instead of some of its cells over and over.")
+@option(
+    "--computed", is_flag=True, help="Fill contexts with the text itself instead of some of its cells over and over."
+)
 @option("--stock-only", is_flag=True, help="Only the baselines.")
 @option("--no-tiers", is_flag=True, help="Leave out the row with three quarters of the cache on disk.")
 @option(
@@ -86,7 +90,14 @@ def command(
         raise UsageError("--fidelity lossy has no row here: what it reads depends on the budget", "Take bounded:EPS.")
     fidelity = settings.fidelity if settings.eps is not None else None
     options["computed"] = options["computed"] or fidelity is not None
-    plan = BenchPlan(model=find_model(model), prefill=n_prefill, fidelity=fidelity, tiers=not no_tiers, text=read_text(text_file), **options)
+    plan = BenchPlan(
+        model=find_model(model),
+        prefill=n_prefill,
+        fidelity=fidelity,
+        tiers=not no_tiers,
+        text=read_text(text_file),
+        **options,
+    )
     start = time.monotonic()
     with terminable("nothing was written"), StatusLine() as status:
         result = run(plan, status)

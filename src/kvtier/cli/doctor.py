@@ -17,11 +17,16 @@ from . import ui
 from .options import option
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-EXIT_UNSOUND = 11   # as LibraryError: the installation cannot run
+EXIT_UNSOUND = 11  # as LibraryError: the installation cannot run
 
 
 @click.command("doctor")
-@option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier to look at.  [default: the user's cache folder]")
+@option(
+    "--kv-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Directory of the disk tier to look at.  [default: the user's cache folder]",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with all findings.")
 def command(kv_dir: Path | None, as_json: bool) -> None:
     """Check llama.cpp, the plug-in, instruction sets, memory and disk.

@@ -44,7 +44,9 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
     type=click.Path(path_type=Path),
     help="UTF-8 text.  [default: sources of Python's standard library]",
 )
-@option("--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first.")
+@option(
+    "--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first."
+)
 @option(
     "--tokens",
     "n_tokens",
@@ -65,9 +67,18 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
     metavar="TOKENS",
     help="Tokens of a task's prompt with its answer.",
 )
-@option("--samples", type=click.IntRange(1, 1000), default=5, help="Prompts of each task; the needle rounds up to tens.")
+@option(
+    "--samples", type=click.IntRange(1, 1000), default=5, help="Prompts of each task; the needle rounds up to tens."
+)
 @option("--seed", type=click.IntRange(0), default=0, help="Seed of the tasks' prompts.")
-@option("-b", "--batch-size", "n_batch", type=BATCH, default=512, help="Tokens of the prefix or the prompt that are computed together.")
+@option(
+    "-b",
+    "--batch-size",
+    "n_batch",
+    type=BATCH,
+    default=512,
+    help="Tokens of the prefix or the prompt that are computed together.",
+)
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
 @option(
     "--weights",
@@ -117,12 +128,17 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
     interrupted run goes on where it stopped.
     """
     if min(options["n_prefix"], options["n_tokens"]) < 1:
-        raise UsageError(f"--prefix {options['n_prefix']} and --tokens {options['n_tokens']}: one of them is below 1", "Take at least 1 of each.")
+        raise UsageError(
+            f"--prefix {options['n_prefix']} and --tokens {options['n_tokens']}: one of them is below 1",
+            "Take at least 1 of each.",
+        )
     if options["csv_file"] is not None:
         require_writable(options["csv_file"], f"the file {options['csv_file']}")
     names = None if tasks is None else task_names(tasks)
     if names is not None and options["keep_logits"]:
-        raise UsageError("--keep-logits is given with --tasks, which compare answers and keep no logits", "Leave out one of them.")
+        raise UsageError(
+            "--keep-logits is given with --tasks, which compare answers and keep no logits", "Leave out one of them."
+        )
     rows, reference = _chosen(options["only"], options["reference"], in_tasks=names is not None)
     path, text = find_model(model), read_text(text_file)
     file = RowFile(rows_file or cache_dir() / "eval" / "rows.jsonl")
@@ -136,7 +152,9 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
         raise MeasuringError(f"{len(failures)} of {len(rows)} rows could not be measured")
 
 
-def _plan(path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]) -> EvaluationPlan:
+def _plan(
+    path: Path, text: str, reference: Configuration, rows: list[Configuration], options: dict[str, Any]
+) -> EvaluationPlan:
     lengths = (options["n_prefix"], options["n_tokens"], options["threads"])
     return EvaluationPlan(path, text, *lengths, options["weights"] == "f32", reference, tuple(rows), options["n_batch"])
 

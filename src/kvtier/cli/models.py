@@ -23,7 +23,10 @@ def command(as_json: bool) -> None:
         for entry in entries:
             ui.echo(json.dumps(_as_json(entry)))
         return
-    rows = [(entry.name, _size(entry), f"{entry.n_ctx_train // 1024}k", "yes" if cached_path(entry) else "no", entry.note) for entry in entries]
+    rows = [
+        (entry.name, _size(entry), f"{entry.n_ctx_train // 1024}k", "yes" if cached_path(entry) else "no", entry.note)
+        for entry in entries
+    ]
     ui.table(rows, header=("Name", "Size", "Trained", "Here", "What it is"), stderr=False)
 
 
@@ -33,5 +36,14 @@ def _size(entry: ModelEntry) -> str:
 
 def _as_json(entry: ModelEntry) -> dict[str, object]:
     path = cached_path(entry)
-    return {"name": entry.name, "kind": entry.kind, "packages": [source.package for source in entry.sources], "file": entry.file_name, "sha256": entry.sha256,
-            "n_bytes": entry.n_bytes, "n_ctx_train": entry.n_ctx_train, "note": entry.note, "cached": None if path is None else str(path)}
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "packages": [source.package for source in entry.sources],
+        "file": entry.file_name,
+        "sha256": entry.sha256,
+        "n_bytes": entry.n_bytes,
+        "n_ctx_train": entry.n_ctx_train,
+        "note": entry.note,
+        "cached": None if path is None else str(path),
+    }

@@ -58,7 +58,11 @@ class BytesOrShareParam(BytesParam):
     """A number of bytes, or a share of free memory: 65%."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value.strip() if isinstance(value, str) and value.strip().endswith("%") else super().convert(value, param, ctx)
+        return (
+            value.strip()
+            if isinstance(value, str) and value.strip().endswith("%")
+            else super().convert(value, param, ctx)
+        )
 
 
 class OneOfParam(ParamType):
@@ -101,7 +105,9 @@ def option(*names: str, **attrs: Any) -> Callable[[F], F]:
 
 def not_utf8(what: str, byte: int, at: int) -> UsageError:
     """The error for text with a byte that UTF-8 does not have there."""
-    return UsageError(f"{what} is not UTF-8 text: byte {byte:#04x} at offset {at:,}", "Convert it, for example with iconv -t utf-8.")
+    return UsageError(
+        f"{what} is not UTF-8 text: byte {byte:#04x} at offset {at:,}", "Convert it, for example with iconv -t utf-8."
+    )
 
 
 def require_utf8_path(path: object, what: str) -> None:
@@ -127,7 +133,9 @@ def not_ours(*names: str, why: str) -> Callable[[F], F]:
         if value is not None:
             raise UsageError(f"{names[0]} is not an option here: {why}", f"Leave out {names[0]} and its value.")
 
-    return click.option(*names, is_flag=False, flag_value="", default=None, hidden=True, expose_value=False, callback=refuse)
+    return click.option(
+        *names, is_flag=False, flag_value="", default=None, hidden=True, expose_value=False, callback=refuse
+    )
 
 
 def kv_options(function: F) -> F:
@@ -158,9 +166,16 @@ def kv_options(function: F) -> F:
                 metavar="FMT",
                 help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk; with bounded q8_0 without one]",
             ),
-            option("--kv-host-type-v", type=FORMAT, metavar="FMT", help="Format of values in RAM. [default: likewise, -ctv]"),
+            option(
+                "--kv-host-type-v",
+                type=FORMAT,
+                metavar="FMT",
+                help="Format of values in RAM. [default: likewise, -ctv]",
+            ),
             option("--kv-disk-type-k", type=FORMAT, metavar="FMT", help="Format of keys on disk. [default: as in RAM]"),
-            option("--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"),
+            option(
+                "--kv-disk-type-v", type=FORMAT, metavar="FMT", help="Format of values on disk. [default: as in RAM]"
+            ),
             option(
                 "--fidelity",
                 metavar="exact|bounded[:EPS]|lossy",
@@ -173,14 +188,24 @@ def kv_options(function: F) -> F:
                 help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded; at least 96, the first and newest pages.",
             ),
             option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32. [default: 32]"),
-            option("--kv-io-threads", type=int, metavar="N", help="Workers for reads and writes of the disk tier. [default: 2]"),
+            option(
+                "--kv-io-threads",
+                type=int,
+                metavar="N",
+                help="Workers for reads and writes of the disk tier. [default: 2]",
+            ),
             option(
                 "--kv-protect-first",
                 type=int,
                 metavar="PAGES",
                 help="Pages at the start that stay in RAM (fewer, if the budget cannot hold them). [default: 1]",
             ),
-            option("--kv-protect-last", type=int, metavar="PAGES", help="Newest pages that stay in RAM, likewise. [default: 2]"),
+            option(
+                "--kv-protect-last",
+                type=int,
+                metavar="PAGES",
+                help="Newest pages that stay in RAM, likewise. [default: 2]",
+            ),
         )
     ):
         function = decorate(function)

@@ -23,33 +23,66 @@ from .options import BATCH, CONTEXT, FORMAT, option
 @click.command("plan", context_settings={"show_default": True})
 @click.argument("model", required=False)
 @option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option("-c", "--ctx", "--ctx-size", "n_ctx", type=CONTEXT, default="0", metavar="TOKENS",
-        help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.")
+@option(
+    "-c",
+    "--ctx",
+    "--ctx-size",
+    "n_ctx",
+    type=CONTEXT,
+    default="0",
+    metavar="TOKENS",
+    help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
+)
 @option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets.")
 @option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
 @option("-np", "--parallel", type=click.IntRange(1, 256), default=1, help="Sequences.")
-@option("-ctk", "--cache-type-k", type=FORMAT, default="f16", metavar="FMT", help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.")
+@option(
+    "-ctk",
+    "--cache-type-k",
+    type=FORMAT,
+    default="f16",
+    metavar="FMT",
+    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.",
+)
 @option("-ctv", "--cache-type-v", type=FORMAT, default="f16", metavar="FMT", help="Cache type of values.")
-@option("--kv-dir", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier.  [default: the user's cache folder]")
+@option(
+    "--kv-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Directory of the disk tier.  [default: the user's cache folder]",
+)
 @option("--kv-page-tokens", type=click.IntRange(32), default=32, metavar="N", help="Tokens per page, a multiple of 32.")
 @option("--swa-full", is_flag=True, help="Keep the whole context in sliding-window layers too.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with all figures, in bytes.")
-def command(model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | None, as_json: bool, **options: Any) -> None:
+def command(
+    model: str | None, hf_repo: str | None, n_ctx: int, kv_dir: Path | None, as_json: bool, **options: Any
+) -> None:
     """Compute what MODEL takes in memory, and how to run it here.
 
     MODEL is a path, or a name that `kvtier models` lists. Ways to run it that are not exact are offered where they
     help: --fidelity bounded at long contexts, and lossy where the cache does not fit in RAM.
     """
     if (model is None) == (hf_repo is None):
-        raise UsageError("no model is given" if model is None else "both a model and a repository (-hf) are given",
-                         "Name a .gguf file, a model of `kvtier models`, or a repository with -hf.")
+        raise UsageError(
+            "no model is given" if model is None else "both a model and a repository (-hf) are given",
+            "Name a .gguf file, a model of `kvtier models`, or a repository with -hf.",
+        )
     request = PlanRequest(
-        n_ctx=n_ctx, type_k=options["cache_type_k"], type_v=options["cache_type_v"], n_batch=options["batch_size"], n_ubatch=options["ubatch_size"],
-        n_seq_max=options["parallel"], swa_full=options["swa_full"], page_tokens=options["kv_page_tokens"],
+        n_ctx=n_ctx,
+        type_k=options["cache_type_k"],
+        type_v=options["cache_type_v"],
+        n_batch=options["batch_size"],
+        n_ubatch=options["ubatch_size"],
+        n_seq_max=options["parallel"],
+        swa_full=options["swa_full"],
+        page_tokens=options["kv_page_tokens"],
     )
     words = [model] if model is not None else ["-hf", hf_repo or ""]
     plan = make_plan(read_model(_find(model, hf_repo)), request, _machine(kv_dir), hardware.cpu_flags())
-    commands = [command_line(words, plan, way, kv_dir, _as_asked(options) + rope_words(plan.shape, plan.request)) for way in plan.options]
+    commands = [
+        command_line(words, plan, way, kv_dir, _as_asked(options) + rope_words(plan.shape, plan.request))
+        for way in plan.options
+    ]
     if as_json:
         ui.echo(json.dumps(_as_json(plan, words, commands), indent=2, default=str))
     else:
@@ -61,13 +94,21 @@ def _title(plan: Plan, model: str | None) -> str:
     from ..models import known_models
 
     name, architecture = plan.shape.name, plan.shape.architecture
-    return f"{model} ({name}, {architecture})" if model in known_models() and not Path(model).is_file() else f"{name} ({architecture})"
+    return (
+        f"{model} ({name}, {architecture})"
+        if model in known_models() and not Path(model).is_file()
+        else f"{name} ({architecture})"
+    )
 
 
 def _as_asked(options: dict[str, Any]) -> list[str]:
     """The options that `run` has too, as words, where they differ from its defaults."""
     words = []
-    for name, option_name, default in (("batch_size", "-b", 512), ("ubatch_size", "-ub", 512), ("kv_page_tokens", "--kv-page-tokens", 32)):
+    for name, option_name, default in (
+        ("batch_size", "-b", 512),
+        ("ubatch_size", "-ub", 512),
+        ("kv_page_tokens", "--kv-page-tokens", 32),
+    ):
         words += [option_name, str(options[name])] if options[name] != default else []
     return words + (["--swa-full"] if options["swa_full"] else [])
 
@@ -76,7 +117,11 @@ def _find(model: str | None, hf_repo: str | None) -> Path:
     from .. import models
 
     with ui.download_progress() as progress:
-        return models.resolve(model, progress=progress) if model is not None else models.fetch_hf(hf_repo or "", progress=progress)
+        return (
+            models.resolve(model, progress=progress)
+            if model is not None
+            else models.fetch_hf(hf_repo or "", progress=progress)
+        )
 
 
 def _machine(kv_dir: Path | None) -> Machine:
@@ -107,14 +152,19 @@ def _show(plan: Plan, commands: list[str], title: str) -> None:
     rows = [("Weights", format_bytes(plan.weight_bytes))]
     rows += [("  of them repacked for this CPU", format_bytes(plan.repack_bytes))] if plan.repack_bytes else []
     rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes))]
-    rows += [("Attention buffer", format_bytes(plan.attention_bytes)), ("Output buffer", format_bytes(plan.output_bytes))]
+    rows += [
+        ("Attention buffer", format_bytes(plan.attention_bytes)),
+        ("Output buffer", format_bytes(plan.output_bytes)),
+    ]
     rows += [("Recurrent state", format_bytes(plan.state_bytes))] if plan.state_bytes else []
     ui.table(rows, header=("Besides the KV cache", ""), stderr=False)
     if shape.attention:
         caches = [_cache_row(cache) for cache in plan.caches] + ([_bounded_row(plan.bounded)] if plan.bounded else [])
         ui.table(caches, header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
         if plan.bounded:
-            ui.echo(f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave RAM.\n")
+            ui.echo(
+                f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave RAM.\n"
+            )
     _show_machine(plan, commands)
 
 
@@ -136,13 +186,17 @@ def _longest(n_ctx: int | None) -> str:
 def _show_machine(plan: Plan, commands: list[str]) -> None:
     machine = plan.machine
     if machine is not None:
-        ui.echo(f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
-                   f" {format_bytes(machine.disk_free_bytes)} of disk free at\n  {machine.disk_dir}")
+        ui.echo(
+            f"Here: {format_bytes(machine.ram_available_bytes)} of {format_bytes(machine.ram_bytes)} RAM free,"
+            f" {format_bytes(machine.disk_free_bytes)} of disk free at\n  {machine.disk_dir}"
+        )
     for warning in plan.warnings:
         ui.warn(warning)
     if not plan.options:
         longest = max((c.n_ctx_in_ram or 0 for c in plan.caches), default=0)
         ui.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
     for way, words in zip(plan.options, commands, strict=True):
-        ui.echo(f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:")
+        ui.echo(
+            f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:"
+        )
         ui.echo(f"  {words}")

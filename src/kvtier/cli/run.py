@@ -115,7 +115,13 @@ class _Job:
     help="Seed of the sampler; -1: another one each time.",
 )
 @option("-t", "--threads", type=click.IntRange(1, 512), default=None, help="Threads.  [default: one per physical core]")
-@option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets; fewer with lossy fidelity and a small budget.")
+@option(
+    "-b",
+    "--batch-size",
+    type=BATCH,
+    default=512,
+    help="Most tokens that one call of llama.cpp gets; fewer with lossy fidelity and a small budget.",
+)
 @option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
 @option(
     "-ctk",
@@ -125,7 +131,14 @@ class _Job:
     metavar="FMT",
     help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are quantized]",
 )
-@option("-ctv", "--cache-type-v", type=FORMAT, default=None, metavar="FMT", help="Cache type of values.  [default: likewise]")
+@option(
+    "-ctv",
+    "--cache-type-v",
+    type=FORMAT,
+    default=None,
+    metavar="FMT",
+    help="Cache type of values.  [default: likewise]",
+)
 @kv_options
 @policy_option
 @option(
@@ -159,9 +172,15 @@ class _Job:
 )
 @not_ours("-ngl", "--gpu-layers", "--n-gpu-layers", why="the caches of all layers are always kvtier's")
 @not_ours("-fa", "--flash-attn", why="flash attention is always on")
-@option("--live", is_flag=True, help="While text streams, show tiers, layers and what attention leaves out; needs a terminal.")
+@option(
+    "--live",
+    is_flag=True,
+    help="While text streams, show tiers, layers and what attention leaves out; needs a terminal.",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object with the text and all figures.")
-@option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log, and why the policy adaptive changes its preset.")
+@option(
+    "-v", "--verbose", is_flag=True, help="Show llama.cpp's own log, and why the policy adaptive changes its preset."
+)
 def command(
     model: str | None,
     model_option: str | None,
@@ -180,7 +199,9 @@ def command(
     model = _one_model(model, model_option)
     settings = kv_settings(options)
     if settings.fidelity == "lossy" and settings.host is None:
-        ui.warn("--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory")
+        ui.warn(
+            "--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory"
+        )
     options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")
     require_utf8_path(settings.dir, "the directory of the disk tier")
@@ -406,7 +427,9 @@ def _too_long(err: ContextLengthError, job: _Job) -> ContextLengthError:
     return ContextLengthError(err.n_tokens, err.n_ctx, hint)
 
 
-def _show(generation: Generation, answer: list[str], output: Callable[[], AbstractContextManager[Callable[[str], None]]]) -> None:
+def _show(
+    generation: Generation, answer: list[str], output: Callable[[], AbstractContextManager[Callable[[str], None]]]
+) -> None:
     """Run a generation: progress while it reads the prompt, then its text piece by piece, also kept in `answer`."""
     with ui.prefill_progress() as progress:
         if not generation.prefill(progress):

@@ -44,16 +44,43 @@ def _recording(prefixes: str, n_tokens: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for add in reversed(
             (
-                click.option("-m", "--model", "models", multiple=True, default=("smollm2",), help="A model to record; may be repeated."),
-                click.option("--prefix", "prefixes", type=NumbersParam(1), default=prefixes, metavar="TOKENS", help="Tokens before each recording."),
-                click.option("--tokens", "n_tokens", type=TOKENS, default=n_tokens, metavar="TOKENS", help="Tokens recorded after each prefix."),
+                click.option(
+                    "-m",
+                    "--model",
+                    "models",
+                    multiple=True,
+                    default=("smollm2",),
+                    help="A model to record; may be repeated.",
+                ),
+                click.option(
+                    "--prefix",
+                    "prefixes",
+                    type=NumbersParam(1),
+                    default=prefixes,
+                    metavar="TOKENS",
+                    help="Tokens before each recording.",
+                ),
+                click.option(
+                    "--tokens",
+                    "n_tokens",
+                    type=TOKENS,
+                    default=n_tokens,
+                    metavar="TOKENS",
+                    help="Tokens recorded after each prefix.",
+                ),
                 click.option(
                     "--traces",
                     "folder",
                     type=click.Path(path_type=Path, file_okay=False),
                     help="Keep the recordings here, and use those that are there.",
                 ),
-                click.option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads for recording."),
+                click.option(
+                    "-t",
+                    "--threads",
+                    type=click.IntRange(1, 512),
+                    default=default_threads,
+                    help="Threads for recording.",
+                ),
                 click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
             )
         ):
@@ -65,13 +92,27 @@ def _recording(prefixes: str, n_tokens: str) -> Callable[[F], F]:
 
 @command.command("train", context_settings={"show_default": True})
 @click.argument("texts", nargs=-1, required=True)
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write.")
-@click.option("--held-out", multiple=True, metavar="TEXT", help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write."
+)
+@click.option(
+    "--held-out",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]",
+)
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=6000, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the first weights and the order of examples.")
 @_recording("1k,3k,6k", "768")
 def train_command(
-    texts: tuple[str, ...], output: Path, held_out: tuple[str, ...], steps: int, seed: int, as_json: bool, folder: Path | None, **recording: Any
+    texts: tuple[str, ...],
+    output: Path,
+    held_out: tuple[str, ...],
+    steps: int,
+    seed: int,
+    as_json: bool,
+    folder: Path | None,
+    **recording: Any,
 ) -> None:
     """Record TEXTS and train a scorer from nothing."""
     from ..scorer.recipe import train_on
@@ -86,9 +127,21 @@ def train_command(
 
 @command.command("tune", context_settings={"show_default": True})
 @click.argument("texts", nargs=-1, required=True)
-@click.option("--from", "source", type=click.Path(path_type=Path), help="The scorer to begin with.  [default: the one of the package]")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write.")
-@click.option("--held-out", multiple=True, metavar="TEXT", help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]")
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    help="The scorer to begin with.  [default: the one of the package]",
+)
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write."
+)
+@click.option(
+    "--held-out",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]",
+)
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=200, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the order of examples.")
 @_recording("2k,4k", "512")
@@ -111,19 +164,42 @@ def tune_command(
     scorer = load(source) if source is not None else shipped()
     with _session(folder, output) as (where, stop, progress):
         traces, judges = _recorded(texts, held_out, where, recording, stop, progress)
-        outcome = tune_on(scorer, traces, judges, Training(steps=steps, rate=5e-4, seed=seed), _stoppable(progress, stop))
+        outcome = tune_on(
+            scorer, traces, judges, Training(steps=steps, rate=5e-4, seed=seed), _stoppable(progress, stop)
+        )
     outcome.scorer.save(output)
-    _show(outcome.quality, as_json, outcome.before, scorer=str(output), n_examples=outcome.n_examples, about=outcome.scorer.about)
+    _show(
+        outcome.quality,
+        as_json,
+        outcome.before,
+        scorer=str(output),
+        n_examples=outcome.n_examples,
+        about=outcome.scorer.about,
+    )
 
 
 @command.command("report", context_settings={"show_default": True})
 @click.argument("texts", nargs=-1)
-@click.option("--from", "source", type=click.Path(path_type=Path), help="The scorer to judge.  [default: the one of the package]")
-@click.option("--trace", "trace_files", multiple=True, type=click.Path(path_type=Path), help="Judge by this recorded trace; may be repeated.")
+@click.option(
+    "--from", "source", type=click.Path(path_type=Path), help="The scorer to judge.  [default: the one of the package]"
+)
+@click.option(
+    "--trace",
+    "trace_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Judge by this recorded trace; may be repeated.",
+)
 @click.option("--partial", is_flag=True, help="Use what is there of a trace that was cut short.")
 @_recording("2k,6k", "768")
 def report_command(
-    texts: tuple[str, ...], source: Path | None, trace_files: tuple[Path, ...], partial: bool, as_json: bool, folder: Path | None, **recording: Any
+    texts: tuple[str, ...],
+    source: Path | None,
+    trace_files: tuple[Path, ...],
+    partial: bool,
+    as_json: bool,
+    folder: Path | None,
+    **recording: Any,
 ) -> None:
     """Judge a scorer by TEXTS or recorded traces: how well it ranks pages by the mass they then get."""
     from ..scorer.model import load, shipped
@@ -157,7 +233,11 @@ def _session(folder: Path | None, output: Path | None = None) -> Iterator[tuple[
     stop = StopFlag()
     try:
         with tempfile.TemporaryDirectory(prefix="kvtier-") as temporary, stop, StatusLine() as status:
-            yield _folder(folder or Path(temporary)), stop, lambda text, done, total: status(f"{text}: {done:,} of {total:,}")
+            yield (
+                _folder(folder or Path(temporary)),
+                stop,
+                lambda text, done, total: status(f"{text}: {done:,} of {total:,}"),
+            )
     except CancelledError:
         kept = "" if folder is None else f"; finished recordings are kept in {folder}"
         with unless_hung_up(stop):
@@ -169,7 +249,9 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise UsageError(f"the folder {path} cannot be made: {err.strerror}", "Name another one with --traces.") from err
+        raise UsageError(
+            f"the folder {path} cannot be made: {err.strerror}", "Name another one with --traces."
+        ) from err
     return path
 
 
@@ -185,7 +267,12 @@ def _stoppable(progress: Progress, stop: StopFlag) -> Progress:
 
 
 def _recorded(
-    texts: Sequence[str], held_out: Sequence[str], folder: Path, recording: dict[str, Any], stop: StopFlag, progress: Progress
+    texts: Sequence[str],
+    held_out: Sequence[str],
+    folder: Path,
+    recording: dict[str, Any],
+    stop: StopFlag,
+    progress: Progress,
 ) -> tuple[list[Trace], list[Trace]]:
     """Traces to learn from, and those to judge by: of the held-out texts, or of the last part of each text."""
     from ..scorer.recipe import Segments, record_all, split
@@ -217,12 +304,20 @@ def _text(name: str) -> Text:
     from ..scorer.recipe import Text
 
     runtime.log.muted = True
-    return Text("Python's standard library", read_text(None)) if name == LIBRARY else Text(Path(name).name, read_text(Path(name)))
+    return (
+        Text("Python's standard library", read_text(None))
+        if name == LIBRARY
+        else Text(Path(name).name, read_text(Path(name)))
+    )
 
 
 def _show(table: Sequence[Quality], as_json: bool, before: Sequence[Quality] | None = None, **about: Any) -> None:
     if as_json:
-        values = {**about, "quality": [asdict(q) for q in table], "before": None if before is None else [asdict(q) for q in before]}
+        values = {
+            **about,
+            "quality": [asdict(q) for q in table],
+            "before": None if before is None else [asdict(q) for q in before],
+        }
         ui.echo(json.dumps(values))
         return
     rows = [_row(q) for q in table]

@@ -41,9 +41,27 @@ class SharesParam(ParamType):
 
 @click.command("simulate", context_settings={"show_default": True})
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@option("--policy", "policies", metavar="NAMES", default=ALL, help="Policies, with commas between; 'oracle' knows the future.")
-@option("--keep", "keeps", type=SharesParam(), default="0.5,0.35,0.2", metavar="SHARES", help="Shares of the pages that RAM holds.")
-@click.option("--mode", type=click.Choice(["lossy", "disk"]), default="lossy", help="lossy: what leaves RAM is gone. disk: it can come back.")
+@option(
+    "--policy",
+    "policies",
+    metavar="NAMES",
+    default=ALL,
+    help="Policies, with commas between; 'oracle' knows the future.",
+)
+@option(
+    "--keep",
+    "keeps",
+    type=SharesParam(),
+    default="0.5,0.35,0.2",
+    metavar="SHARES",
+    help="Shares of the pages that RAM holds.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["lossy", "disk"]),
+    default="lossy",
+    help="lossy: what leaves RAM is gone. disk: it can come back.",
+)
 @click.option("--every", type=click.IntRange(1, 4096), default=16, help="Steps from one plan to the next.")
 @click.option("--warmup", type=click.IntRange(0), default=64, help="Steps before the budget holds, which do not count.")
 @click.option("--seed", type=int, default=0, help="Seed of the policies.")
@@ -71,7 +89,9 @@ def command(
     from ..trace import read_trace
 
     if per_step and not as_json:
-        raise UsageError("the figures of every step (--per-step) do not fit a table", "Add --json, or leave --per-step out.")
+        raise UsageError(
+            "the figures of every step (--per-step) do not fit a table", "Add --json, or leave --per-step out."
+        )
     wanted = _wanted(policies)
     loaded = [read_trace(path, partial) for path in traces]
     for name in wanted:
@@ -80,9 +100,21 @@ def command(
     with StatusLine() as status:
         table = compare(loaded, wanted, settings, status)
     if as_json:
-        ui.echo(json.dumps([_as_json(result, path, per_step) for results in table for result, path in zip(results, traces, strict=True)]))
+        ui.echo(
+            json.dumps(
+                [
+                    _as_json(result, path, per_step)
+                    for results in table
+                    for result, path in zip(results, traces, strict=True)
+                ]
+            )
+        )
         return
-    ui.table([_row(results) for results in table], header=("policy", "keep", "hit rate", "recall", "worst recall", "moved", "plan"), stderr=False)
+    ui.table(
+        [_row(results) for results in table],
+        header=("policy", "keep", "hit rate", "recall", "worst recall", "moved", "plan"),
+        stderr=False,
+    )
 
 
 def _wanted(policies: str) -> list[str]:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def streaming(llm: Llama, generation: Generation, stop: StopFlag, as_json: bool, live: bool) -> Iterator[Callable[[str], None]]:
+def streaming(
+    llm: Llama, generation: Generation, stop: StopFlag, as_json: bool, live: bool
+) -> Iterator[Callable[[str], None]]:
     """Gives the function to write pieces of text with. With `as_json` there is no text, but there may be a panel."""
 
     def plain(piece: str) -> None:

@@ -33,9 +33,20 @@ def command() -> None:
     type=click.Path(path_type=Path),
     help="UTF-8 text.  [default: sources of Python's standard library]",
 )
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The trace to write.")
-@option("--prefix", "n_prefix", type=TOKENS, default="4096", metavar="TOKENS", help="Tokens processed in batches first.")
-@option("--tokens", "n_tokens", type=TOKENS, default="512", metavar="TOKENS", help="Tokens then fed one at a time, and recorded.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The trace to write."
+)
+@option(
+    "--prefix", "n_prefix", type=TOKENS, default="4096", metavar="TOKENS", help="Tokens processed in batches first."
+)
+@option(
+    "--tokens",
+    "n_tokens",
+    type=TOKENS,
+    default="512",
+    metavar="TOKENS",
+    help="Tokens then fed one at a time, and recorded.",
+)
 @option("--first", type=TOKENS, default="0", metavar="TOKENS", help="Tokens of the text to leave out.")
 @option("--kv-page-tokens", "page_tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32.")
 @option("-t", "--threads", type=click.IntRange(1, 512), default=default_threads, help="Threads.")
@@ -58,7 +69,9 @@ def record_command(
     whole: until then it is in OUTPUT.part, and one that is there already stays.
     """
     if min(n_prefix, n_tokens) < 1:
-        raise UsageError(f"--prefix {n_prefix} and --tokens {n_tokens}: one of them is below 1", "Take at least 1 of each.")
+        raise UsageError(
+            f"--prefix {n_prefix} and --tokens {n_tokens}: one of them is below 1", "Take at least 1 of each."
+        )
     require_writable(aside(output), f"the trace {output}")
     path = find_model(model)
     text = read_text(text_file)
@@ -108,4 +121,7 @@ def show_command(trace: Path, partial: bool, as_json: bool) -> None:
     if as_json:
         ui.echo(json.dumps(summary))
     else:
-        ui.table([(name, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)) for name, v in summary.items()], stderr=False)
+        ui.table(
+            [(name, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)) for name, v in summary.items()],
+            stderr=False,
+        )

@@ -58,7 +58,14 @@ def console(stderr: bool = True) -> Console:
     colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     width = None if is_terminal else 200
     # FORCE_COLOR and its like would make a file a terminal, cursor movements included.
-    return _Console(file=stream, force_terminal=is_terminal, highlight=False, soft_wrap=not is_terminal, width=width, color_system=colours)
+    return _Console(
+        file=stream,
+        force_terminal=is_terminal,
+        highlight=False,
+        soft_wrap=not is_terminal,
+        width=width,
+        color_system=colours,
+    )
 
 
 def echo(text: str = "", nl: bool = True) -> None:
@@ -299,7 +306,9 @@ class LivePanel:
         if self._looked is None or time.monotonic() >= self._next_s:
             self._looked = self._look()
             self._next_s = time.monotonic() + _REFRESH_S
-        panel = Panel(Group(*self._lines(self._looked)), title="kvtier", title_align="left", border_style="dim", padding=(0, 1))
+        panel = Panel(
+            Group(*self._lines(self._looked)), title="kvtier", title_align="left", border_style="dim", padding=(0, 1)
+        )
         self._live.update(Group(Text(self._row), panel) if self._write_text is None else panel, refresh=True)
 
     def _lines(self, seen: Look) -> list[Text]:
@@ -353,7 +362,10 @@ def _heat_lines(seen: Look, strip: str, width: int) -> list[Text]:
     note = f"{_HEAT_NAMES[seen.heat_of]} {_share(mean)}"
     label = "layers "
     room = width - len(label)
-    rows = [Text.assemble(label if i == 0 else " " * len(label), bar[i : i + room]) for i in range(0, max(1, len(bar)), room)]
+    rows = [
+        Text.assemble(label if i == 0 else " " * len(label), bar[i : i + room])
+        for i in range(0, max(1, len(bar)), room)
+    ]
     if rows[-1].cell_len + 1 + len(note) > width:
         return [*rows, *_packed([note], "", width)]
     return [*rows[:-1], Text.assemble(rows[-1], " ", note)]
@@ -362,5 +374,9 @@ def _heat_lines(seen: Look, strip: str, width: int) -> list[Text]:
 def _recall_parts(seen: Look) -> list[str]:
     skipped = "-" if seen.omitted is None else f"{_share(seen.omitted)} (at most {_share(seen.omitted_bound)})"
     gone = [f"{seen.n_gone:,} pages gone"] if seen.n_gone else []
-    shares = (f"recall {_share(seen.recall)}", f"hits {_share(seen.page_hits)}", f"attention outside RAM {_share(seen.evicted_mass)}")
+    shares = (
+        f"recall {_share(seen.recall)}",
+        f"hits {_share(seen.page_hits)}",
+        f"attention outside RAM {_share(seen.evicted_mass)}",
+    )
     return [f"skipped {skipped}", *shares, *gone]

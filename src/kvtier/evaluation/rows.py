@@ -134,7 +134,10 @@ class RowFile:
             raise self._refusal(error) from None
 
     def _refusal(self, error: OSError) -> OutputError:
-        return OutputError(f"the file of finished rows {self.path} cannot be written: {error.strerror}", "Name another file with --rows FILE.")
+        return OutputError(
+            f"the file of finished rows {self.path} cannot be written: {error.strerror}",
+            "Name another file with --rows FILE.",
+        )
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         if not self.path.exists():
@@ -156,7 +159,9 @@ class RowFile:
         wanted, found = set(keys), dict[str, R]()
         for entry in self._lines():
             if entry["key"] in wanted:
-                with suppress(KeyError, TypeError, ValueError, AttributeError):  # one that was damaged is measured again
+                with suppress(
+                    KeyError, TypeError, ValueError, AttributeError
+                ):  # one that was damaged is measured again
                     found[entry["key"]] = read(entry["row"])
         return found
 

@@ -88,7 +88,9 @@ class _Run:
 
     def measure(self, config: Configuration, write: bool) -> RowResult:
         plan = self.plan
-        opening = Opening(str(self.model.path()), plan.for_text(config), plan.n_ctx, plan.n_threads, plan.n_batch, self.rope)
+        opening = Opening(
+            str(self.model.path()), plan.for_text(config), plan.n_ctx, plan.n_threads, plan.n_batch, self.rope
+        )
         with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
             answer = child.ask(
                 "score",
@@ -163,7 +165,11 @@ def build_of(config: Configuration) -> str:
 def _policies_hash(policy: str) -> str:
     """Of everything that a built-in policy's decisions come from, files that its parameters name included."""
     root = Path(__file__).parents[1]
-    own = [path for pattern in ("placement.py", "policies/*.py", "lossy/*.py", "scorer/*") for path in sorted(root.glob(pattern))]
+    own = [
+        path
+        for pattern in ("placement.py", "policies/*.py", "lossy/*.py", "scorer/*")
+        for path in sorted(root.glob(pattern))
+    ]
     digest = hashlib.sha256()
     for path in (*own, *files_of(policy)):
         if path.is_file():

@@ -36,6 +36,8 @@ class ModelFile:
     def __enter__(self) -> ModelFile:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         if self._copy is not None:
             self._copy.unlink(missing_ok=True)

@@ -10,7 +10,9 @@ from ..summary import SummaryGroup
 Floats = npt.NDArray[np.float32]
 
 
-def compress(keys: Floats, values: Floats, rank: int, fmt_coord: str = "q8_0", fmt_basis: str = "q8_0", mass: float = 0.0) -> SummaryGroup:
+def compress(
+    keys: Floats, values: Floats, rank: int, fmt_coord: str = "q8_0", fmt_basis: str = "q8_0", mass: float = 0.0
+) -> SummaryGroup:
     """The best approximation of `rank` dimensions, per KV head and around the mean.
 
     Args:

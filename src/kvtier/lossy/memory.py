@@ -32,7 +32,9 @@ _log = logging.getLogger(__name__)
 class LossyEngine(KVEngine):
     """A KV cache whose pages are given up step by step. Plans only say what is wanted; this carries it out within the budget."""
 
-    def __init__(self, kv: KVCache, memory: MemorySettings, to_text: Callable[[Sequence[int]], str] = lambda _t: "") -> None:
+    def __init__(
+        self, kv: KVCache, memory: MemorySettings, to_text: Callable[[Sequence[int]], str] = lambda _t: ""
+    ) -> None:
         super().__init__(kv, to_text)
         self._cache: Final = kv
         self._settings: Final = memory
@@ -57,7 +59,10 @@ class LossyEngine(KVEngine):
             levels = ladder(own.fmt_k, own.fmt_v, layer) if self._settings.compress else (own,)
             n_newest = min(sum(settings.protected_pages), layer.n_pages)
             n_older = 0 if layer.array in arrays else layer.n_pages - n_newest
-            least += int(SLAB_WASTE * (n_newest * own.page_bytes(layer) + n_older * levels[min(1, len(levels) - 1)].page_bytes(layer)))
+            least += int(
+                SLAB_WASTE
+                * (n_newest * own.page_bytes(layer) + n_older * levels[min(1, len(levels) - 1)].page_bytes(layer))
+            )
         if layers and least > budget:
             raise BudgetError(
                 f"the lossy budget is {budget:,} bytes, but sliding windows and the newest pages of {len(layers)} layers alone take {least:,}",
@@ -80,7 +85,9 @@ class LossyEngine(KVEngine):
         budget = tiers.budget_bytes or budget
         own = Level(*self._own_formats())
         page_bytes = sum(own.page_bytes(layer) for layer in growing(layers.values()))
-        headroom = int(SLAB_WASTE * page_bytes) * -(-self._ahead // stats.page_tokens)  # so many tokens begin at most so many pages
+        headroom = int(SLAB_WASTE * page_bytes) * -(
+            -self._ahead // stats.page_tokens
+        )  # so many tokens begin at most so many pages
         headroom = min(headroom, budget // 2)
         self._ahead = 2 * PLAN_STEPS
         slack = max(int(self._settings.slack * budget), LEAST_SLACK)
@@ -101,7 +108,11 @@ class LossyEngine(KVEngine):
         if wanted != before:
             try:
                 self._cache.set_host_budget(wanted)
-                _log.info("the cache's budget is %s bytes now, of %s before: free memory has changed", f"{wanted:,}", f"{before:,}")
+                _log.info(
+                    "the cache's budget is %s bytes now, of %s before: free memory has changed",
+                    f"{wanted:,}",
+                    f"{before:,}",
+                )
             except NativeError as err:  # less than the protected pages take
                 self._keeper.budget = before
                 _log.debug("the budget stays: %s", err.message)
@@ -121,7 +132,9 @@ class LossyEngine(KVEngine):
         sinks = np.flatnonzero(on_host & stats.protected & (stats.age > 2 * stats.page_tokens))
         newest = np.setdiff1d(np.flatnonzero(on_host & stats.protected), sinks, assume_unique=True)
         sink_level = min(1, len(levels) - 1)
-        room -= _bytes_of(stats.array[newest], layers, levels[0]) + _bytes_of(stats.array[sinks], layers, levels[sink_level])
+        room -= _bytes_of(stats.array[newest], layers, levels[0]) + _bytes_of(
+            stats.array[sinks], layers, levels[sink_level]
+        )
         free = np.flatnonzero(on_host & ~stats.protected)
         wanted = assign(keep[free], sizes, max(0, room))
         current = _level_of(levels, formats[free])

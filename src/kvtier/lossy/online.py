@@ -68,7 +68,9 @@ class OnlineState:
         for state, rows in ((self._key, keys), (self._value, values)):
             state[h, hit] = (before * state[h, hit].astype(np.float32) + one_hot @ rows) / total
         if self._square is not None:
-            self._square[h, hit] = (before * self._square[h, hit].astype(np.float32) + one_hot @ np.square(keys)) / total
+            self._square[h, hit] = (
+                before * self._square[h, hit].astype(np.float32) + one_hot @ np.square(keys)
+            ) / total
         self._count[h, hit] = total[:, 0]
 
     @staticmethod

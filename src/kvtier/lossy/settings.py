@@ -36,10 +36,19 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         if self.low_rank < 0 or self.low_rank % SUB:
-            raise SettingsError(f"low_rank is {self.low_rank}, which is not a multiple of {SUB}", f"Take {SUB}, or 0 for none.")
-        for name, value in (("online_share", self.online_share), ("slack", self.slack), ("low_rank_share", self.low_rank_share)):
+            raise SettingsError(
+                f"low_rank is {self.low_rank}, which is not a multiple of {SUB}", f"Take {SUB}, or 0 for none."
+            )
+        for name, value in (
+            ("online_share", self.online_share),
+            ("slack", self.slack),
+            ("low_rank_share", self.low_rank_share),
+        ):
             if not 0.0 <= value <= MOST_SHARE:
-                raise SettingsError(f"{name} is {value}, which is not between 0 and {MOST_SHARE}", "Take a small share of the budget, such as 0.01.")
+                raise SettingsError(
+                    f"{name} is {value}, which is not between 0 and {MOST_SHARE}",
+                    "Take a small share of the budget, such as 0.01.",
+                )
 
 
 def memory_for(policy: str) -> MemorySettings:

@@ -77,7 +77,9 @@ class StandIns:
 
     def _group(self, layer: LayerFigures, pages: list[int]) -> SummaryGroup | None:
         try:
-            keys, values = (np.concatenate(rows) for rows in zip(*(self._kv.read_page(layer, page) for page in pages), strict=True))
+            keys, values = (
+                np.concatenate(rows) for rows in zip(*(self._kv.read_page(layer, page) for page in pages), strict=True)
+            )
         except NativeError as err:  # the library has dropped one just now
             _log.debug("pages are not compressed: %s", err.message)
             return None
@@ -97,9 +99,13 @@ class StandIns:
     def _state(self, layer: LayerFigures) -> OnlineState | None:
         n_heads = self._kv.n_layers * layer.n_head_kv
         each = OnlineState.bytes_per_cell(layer.d_k, layer.d_v, self._settings.spread)
-        n_cells = min(MOST_CELLS, int(self._settings.online_share * (self._kv.settings.host or 0)) // max(1, n_heads * each))
+        n_cells = min(
+            MOST_CELLS, int(self._settings.online_share * (self._kv.settings.host or 0)) // max(1, n_heads * each)
+        )
         if n_cells == 0 or layer.d_v == 0:
             return None
         if layer.array not in self._states:
-            self._states[layer.array] = OnlineState(layer.n_head_kv, layer.d_k, layer.d_v, n_cells, self._settings.spread)
+            self._states[layer.array] = OnlineState(
+                layer.n_head_kv, layer.d_k, layer.d_v, n_cells, self._settings.spread
+            )
         return self._states[layer.array]

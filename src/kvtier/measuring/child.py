@@ -78,7 +78,9 @@ class Child:
         self._errors.seek(0)
         words = self._errors.read()[-2000:].decode(errors="replace").strip()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return WorkerError(f"{self.name}: the measuring process ended during {op!r} ({how}){': ' + words if words else ''}")
+        return WorkerError(
+            f"{self.name}: the measuring process ended during {op!r} ({how}){': ' + words if words else ''}"
+        )
 
     def close(self) -> None:
         """End the process: politely first, and within seconds."""
@@ -97,7 +99,9 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self._process.terminate()  # it may be in the middle of a long computation that nobody waits for
         self.close()

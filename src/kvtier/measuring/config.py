@@ -64,14 +64,19 @@ class Configuration:
         type_k, type_v = cache_types(settings, header, self.type_k, self.type_v)
         if self.keep > 0.0:
             settings = self._with_share(settings, shape_of(header), n_tokens, n_batch)
-            if (fewer := fitting_batch(shape_of(header), settings, n_batch)) < n_batch:  # sliding windows hold a batch, too
+            if (
+                fewer := fitting_batch(shape_of(header), settings, n_batch)
+            ) < n_batch:  # sliding windows hold a batch, too
                 settings = self._with_share(settings, shape_of(header), n_tokens, fewer)
         return replace(self, type_k=type_k, type_v=type_v, keep=0.0, settings=settings.to_native())
 
     def _with_share(self, settings: KVSettings, shape: ModelShape, n_tokens: int, n_batch: int) -> KVSettings:
         n_bytes = cache_bytes(shape, PlanRequest(n_ctx=n_tokens, n_ubatch=n_batch), "f16", "f16").page_bytes
         if n_bytes is None:
-            raise KvtierError(f"{self.name}: this model's cache cannot be kept in f16, so it has no share", "Give host=BYTES instead of keep.")
+            raise KvtierError(
+                f"{self.name}: this model's cache cannot be kept in f16, so it has no share",
+                "Give host=BYTES instead of keep.",
+            )
         return replace(settings, host=int(self.keep * n_bytes))
 
     def make_directory(self) -> None:
@@ -110,7 +115,9 @@ class Opening:
         object.__setattr__(self, "config", self.config.for_model(self.model, self.n_ctx, self.n_batch))
         if "fidelity=lossy" in self.config.settings.splitlines():
             settings = KVSettings.from_native(self.config.settings)
-            object.__setattr__(self, "n_batch", fitting_batch(shape_of(read_model(self.model)[0]), settings, self.n_batch))
+            object.__setattr__(
+                self, "n_batch", fitting_batch(shape_of(read_model(self.model)[0]), settings, self.n_batch)
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

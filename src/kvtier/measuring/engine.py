@@ -107,7 +107,11 @@ class Engine:
 
         settings, policy = KVSettings.from_native(config.settings), create(config.policy)
         cache = KVCache(self._domain, CacheLease(lambda: None), settings)
-        self._lossy = LossyEngine(cache, config.memory or memory_for(policy.name), self.text) if settings.fidelity == "lossy" else None
+        self._lossy = (
+            LossyEngine(cache, config.memory or memory_for(policy.name), self.text)
+            if settings.fidelity == "lossy"
+            else None
+        )
         self._pages = self._lossy or KVEngine(cache, self.text)
         self._placement = Placement(self._pages, policy, report=lambda _text: None)
 
@@ -200,7 +204,9 @@ class Engine:
         if not parts:
             return Pages(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.uint8))
         layers = np.concatenate([np.full(mass.size, layer, np.int32) for layer, mass, _ in parts])
-        return Pages(layers, np.concatenate([mass for _, mass, _ in parts]), np.concatenate([tier for _, _, tier in parts]))
+        return Pages(
+            layers, np.concatenate([mass for _, mass, _ in parts]), np.concatenate([tier for _, _, tier in parts])
+        )
 
     def cell_bytes(self) -> int:
         """Bytes of all cells that the next token sees, in the format of the cache that llama.cpp knows."""

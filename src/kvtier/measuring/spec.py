@@ -52,9 +52,15 @@ def parse_spec(text: str) -> Configuration:
             f"{text!r} is no configuration: it must begin with {' or '.join(f'{name}:' for name in ENGINES)}",
             "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.",
         )
-    pairs = _pairs(spec, rest, STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), *memory_keys(), KEEP_KEY, POLICY_KEY))
+    pairs = _pairs(
+        spec,
+        rest,
+        STOCK_KEYS if engine == "stock" else (*CACHE_KEYS, *setting_keys(), *memory_keys(), KEEP_KEY, POLICY_KEY),
+    )
     if not pairs:
-        raise SpecError(f"{text!r} has nothing after the colon", "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB.")
+        raise SpecError(
+            f"{text!r} has nothing after the colon", "For example stock:q8_0, or kvtier:f16,host=64MiB,disk=1GiB."
+        )
     policy = pairs.pop(POLICY_KEY, "")
     keep = pairs.pop(KEEP_KEY, "")
     parts = {name: pairs.pop(key) for key, name in memory_keys().items() if key in pairs}
@@ -66,13 +72,18 @@ def parse_spec(text: str) -> Configuration:
         share = _share(keep, pairs) if keep else 0.0
         settings = _settings(spec, pairs).with_cache_types(*asked)
         if keep and settings.disk is None and settings.fidelity != "lossy":
-            raise SettingsError(f"keep is '{keep}', and the rest of the cache has nowhere to go", "Add fidelity=lossy or disk=BYTES, or leave keep out.")
+            raise SettingsError(
+                f"keep is '{keep}', and the rest of the cache has nowhere to go",
+                "Add fidelity=lossy or disk=BYTES, or leave keep out.",
+            )
         if settings.fidelity == "lossy":
             policy = policy or LOSSY_DEFAULT  # as a run has it
         base = create_policy(policy).name if policy else ""  # an unknown one is an error here
         memory = _memory(spec, memory_for(base), parts, settings) if parts else None
         type_k, type_v = (AUTO if kind is None else "f16" if kind == "f32" else kind for kind in asked)
-        return Configuration(spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy, keep=share, memory=memory)
+        return Configuration(
+            spec, "kvtier", type_k, type_v, settings=settings.to_native(), policy=policy, keep=share, memory=memory
+        )
     except SpecError:
         raise
     except (KvtierError, ValueError) as error:

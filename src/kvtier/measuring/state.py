@@ -56,7 +56,9 @@ class _Reader:
 
     def take(self, n_bytes: int) -> Bytes:
         if n_bytes < 0 or self.at + n_bytes > self.data.size:
-            raise StateLayoutError(f"the saved state ends after {self.data.size} bytes, {n_bytes} more wanted at {self.at}")
+            raise StateLayoutError(
+                f"the saved state ends after {self.data.size} bytes, {n_bytes} more wanted at {self.at}"
+            )
         self.at += n_bytes
         return self.data[self.at - n_bytes : self.at]
 

@@ -20,5 +20,7 @@ def library_text() -> str:
     """Several modules of the standard library, one after another: code, comments and long docstrings."""
     parts = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in _MODULES if module.__file__]
     if not parts:
-        raise MeasuringError("the sources of Python's standard library are not installed", "Give a text of your own with -f FILE.")
+        raise MeasuringError(
+            "the sources of Python's standard library are not installed", "Give a text of your own with -f FILE."
+        )
     return "\n".join(parts)

@@ -184,7 +184,9 @@ def main() -> None:
                 raise MeasuringError(f"unknown command {name!r}")
             report(getattr(worker, name)(**command))
         except Exception as error:  # the parent decides what an error means; this process must answer
-            report({"error": f"{type(error).__name__}: {error}" if not isinstance(error, MeasuringError) else str(error)})
+            report(
+                {"error": f"{type(error).__name__}: {error}" if not isinstance(error, MeasuringError) else str(error)}
+            )
     worker.close()
 
 

@@ -63,7 +63,10 @@ class Adaptive:
         self._choose(stats, signals(stats, budgets, self._seen))
         preset = self.preset
         keep = self.delta.keep(stats)
-        limited = Budgets(int(budgets.host_bytes * preset.fill) if budgets.host_bytes < 1 << 60 else budgets.host_bytes, budgets.disk_bytes)
+        limited = Budgets(
+            int(budgets.host_bytes * preset.fill) if budgets.host_bytes < 1 << 60 else budgets.host_bytes,
+            budgets.disk_bytes,
+        )
         return place(stats, limited, _with_window(keep, stats, limited, preset), swaps=preset.swaps)
 
     def _choose(self, stats: PageStats, now: Signals) -> None:

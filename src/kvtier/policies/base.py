@@ -188,7 +188,13 @@ def _headroom(stats: PageStats) -> int:
 
 
 def _exchange(
-    stats: PageStats, keep: Floats, on_host: npt.NDArray[np.bool_], on_disk: Indices, free: int, n_swaps: int, margin: float
+    stats: PageStats,
+    keep: Floats,
+    on_host: npt.NDArray[np.bool_],
+    on_disk: Indices,
+    free: int,
+    n_swaps: int,
+    margin: float,
 ) -> tuple[Indices, Indices]:
     """Pages to leave the host (lowest keep first) and pages of the disk to come back."""
     movable = np.flatnonzero(on_host & ~stats.protected)
@@ -208,7 +214,11 @@ def _exchange(
     rest = best[n_free:]
     worst = lowest_first(keep, movable, min(len(rest), len(movable)))
     rest = rest[: len(worst)]
-    worth = (keep[rest] > margin * keep[worst]) & (stats.bytes[rest] <= stats.bytes[worst]) if len(rest) else np.zeros(0, bool)
+    worth = (
+        (keep[rest] > margin * keep[worst]) & (stats.bytes[rest] <= stats.bytes[worst])
+        if len(rest)
+        else np.zeros(0, bool)
+    )
     n_swapped = int(np.argmin(worth)) if len(worth) and not worth.all() else len(worth)
     return worst[:n_swapped], np.concatenate([best[:n_free], rest[:n_swapped]])
 

@@ -88,7 +88,9 @@ class Tracker:
         there = np.flatnonzero(look.tier != GONE)
         position = (there % look.pages_per_stream).astype(np.int32)
         newest = self._newest(there, position, look.pages_per_stream)
-        total = max(float(look.mean[there].sum()), 1e-12)  # a decayed mean of few steps does not sum to the full weight yet
+        total = max(
+            float(look.mean[there].sum()), 1e-12
+        )  # a decayed mean of few steps does not sum to the full weight yet
         mean = look.mean[there] / np.float32(total)
         idle, uses, long = self._look(look, there, mean * (newest + 1) > 1, mean, clock)
         tokens = self.shape.page_tokens
@@ -137,7 +139,9 @@ class Tracker:
         memory = self._memory.get(look.array)
         if memory is None or len(memory.n_looks) != n_pages:
             zeros = np.zeros(n_pages, np.float32)
-            memory = _Memory(zeros, zeros.copy(), zeros.copy(), np.full(n_pages, float(clock)), np.zeros(n_pages, np.bool_))
+            memory = _Memory(
+                zeros, zeros.copy(), zeros.copy(), np.full(n_pages, float(clock)), np.zeros(n_pages, np.bool_)
+            )
             self._memory[look.array] = memory
         content = look.tier != GONE
         fresh = content & ~memory.had_content  # a page begun since, or begun anew
@@ -151,7 +155,11 @@ class Tracker:
         # last_used of a page that was there at the first look and never used is that look: its age limits idle from above,
         # and nothing is known of the time before
         n_looks = memory.n_looks[there]
-        return (clock - memory.last_used[there]).astype(np.float32), memory.n_uses[there] / n_looks, memory.mass[there] / n_looks
+        return (
+            (clock - memory.last_used[there]).astype(np.float32),
+            memory.n_uses[there] / n_looks,
+            memory.mass[there] / n_looks,
+        )
 
 
 def _or_zeros(values: Floats, there: Indices) -> Floats:
@@ -178,7 +186,12 @@ def _known_or_mean(values: Floats) -> Floats:
 
 def _nothing() -> dict[str, npt.NDArray[np.generic]]:
     kinds: dict[str, type[np.generic]] = {
-        "array": np.uint32, "page": np.uint32, "layer": np.int32, "position": np.int32,
-        "tier": np.uint8, "bytes": np.int64, "protected": np.bool_,
+        "array": np.uint32,
+        "page": np.uint32,
+        "layer": np.int32,
+        "position": np.int32,
+        "tier": np.uint8,
+        "bytes": np.int64,
+        "protected": np.bool_,
     }
     return {name: np.zeros(0, kinds.get(name, np.float32)) for name in ARRAYS}

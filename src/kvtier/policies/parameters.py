@@ -20,7 +20,10 @@ def split(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = part.partition("=")
         key, value = key.strip().lower().replace("-", "_"), value.strip()
         if not equals or not key or not value:
-            raise UsageError(f"policy '{text}': '{part}' is no parameter", "Write NAME:PARAMETER=VALUE, such as sink_window:sink-tokens=256.")
+            raise UsageError(
+                f"policy '{text}': '{part}' is no parameter",
+                "Write NAME:PARAMETER=VALUE, such as sink_window:sink-tokens=256.",
+            )
         if key in pairs:
             raise UsageError(f"policy '{text}': {key} is given twice", "Leave one of them out.")
         pairs[key] = value

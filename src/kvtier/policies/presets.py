@@ -37,10 +37,16 @@ PRESETS: Final = (
     CONSERVATIVE,
     BALANCED,
     Preset("roomy", 1.0, 0.0, 32, 0.05, "less than 70 % of the budget is used"),
-    Preset("code", 1.0, 0.0, 64, 0.03, "more than 25 % of the newest text looks like code: names come back from far away"),
-    Preset("dialogue", 1.0, 0.05, 256, 0.02, "at least 4 turns per 1,000 words: the first turn and the newest ones matter"),
+    Preset(
+        "code", 1.0, 0.0, 64, 0.03, "more than 25 % of the newest text looks like code: names come back from far away"
+    ),
+    Preset(
+        "dialogue", 1.0, 0.05, 256, 0.02, "at least 4 turns per 1,000 words: the first turn and the newest ones matter"
+    ),
     Preset("local", 1.0, 0.1, 32, 0.01, "more than 80 % of the mass is on the newest tenth of the context"),
-    Preset("document", 1.0, 0.0, 32, 0.04, "attention is spread evenly (entropy above 0.85) over more than 8,192 tokens"),
+    Preset(
+        "document", 1.0, 0.0, 32, 0.04, "attention is spread evenly (entropy above 0.85) over more than 8,192 tokens"
+    ),
     Preset("slow", 0.95, 0.0, 32, 0.0, "fewer than 3 tokens/s: nothing comes back from disk but by being read"),
 )
 

@@ -54,7 +54,9 @@ def create(text: str, seed: int = 0, others: Sequence[str] = ()) -> Policy:
     except UsageError:
         raise
     except Exception as err:
-        raise PolicyError(f"the policy '{entry.name}' of {entry.value} cannot be made: {type(err).__name__}: {err}") from err
+        raise PolicyError(
+            f"the policy '{entry.name}' of {entry.value} cannot be made: {type(err).__name__}: {err}"
+        ) from err
     if not isinstance(policy, Policy):
         raise PolicyError(f"the policy '{entry.name}' of {entry.value} has no `name` or no `plan`")
     return policy

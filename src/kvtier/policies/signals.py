@@ -13,7 +13,9 @@ from .base import HOST, Budgets, Observation, PageStats
 
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
 _CODE_SIGNS: Final = frozenset("{}[]()<>=+*/\\|&^%$#@~`")
-_CODE_WORDS: Final = frozenset(("def", "elif", "lambda", "None", "True", "False", "int", "char", "void", "const", "struct", "var", "null"))
+_CODE_WORDS: Final = frozenset(
+    ("def", "elif", "lambda", "None", "True", "False", "int", "char", "void", "const", "struct", "var", "null")
+)
 _NAME: Final = re.compile(r"\w*[a-z]_[a-z]\w*|[a-z]+[A-Z]\w*|\w*[A-Za-z]\d+\w*|__\w+")
 _MARK: Final = re.compile(r"<\|[^|>]{1,40}\|>|</?[a-z_]{1,30}>|\[/?INST\]")  # of chat templates: neither code nor prose
 _TURN: Final = re.compile(
@@ -51,7 +53,9 @@ def signals(stats: PageStats, budgets: Budgets, seen: Observation) -> Signals:
     used = int(stats.bytes[stats.tier == HOST].sum())
     use = 0.0 if budgets.host_bytes >= UNLIMITED else used / max(1, budgets.host_bytes)
     locality, entropy = attention_signals(stats)
-    return Signals(use, stats.n_tokens, seen.decode_per_s, code_share(seen.text), turns_per_1000(seen.text), locality, entropy)
+    return Signals(
+        use, stats.n_tokens, seen.decode_per_s, code_share(seen.text), turns_per_1000(seen.text), locality, entropy
+    )
 
 
 def attention_signals(stats: PageStats) -> tuple[float, float]:

@@ -37,7 +37,11 @@ def check_plan(plan: object, stats: PageStats, budgets: Budgets) -> Plan:
 
 
 def _check_shapes(plan: Plan, n: int) -> None:
-    for name, kind, shape in (("keep", np.floating, (n,)), ("indices", np.integer, None), ("to_tier", np.integer, None)):
+    for name, kind, shape in (
+        ("keep", np.floating, (n,)),
+        ("indices", np.integer, None),
+        ("to_tier", np.integer, None),
+    ):
         value = getattr(plan, name)
         if not isinstance(value, np.ndarray) or value.ndim != 1 or not np.issubdtype(value.dtype, kind):
             raise PolicyError(f"{name} of its plan is no one-dimensional array of {kind.__name__} type")

@@ -42,7 +42,15 @@ def features(stats: PageStats) -> Floats:
     np.add(stats.age, np.float32(1), out=out[3])
     np.add(stats.idle, np.float32(1), out=out[4])
     np.log2(out[:5], out=out[:5])
-    rest = (stats.uses, np.log2(n_pages), stats.layer_depth, stats.key_norm, stats.value_norm, stats.key_novelty, np.float32(1))
+    rest = (
+        stats.uses,
+        np.log2(n_pages),
+        stats.layer_depth,
+        stats.key_norm,
+        stats.value_norm,
+        stats.key_novelty,
+        np.float32(1),
+    )
     for i, values in enumerate(rest):
         out[5 + i] = values
     return out

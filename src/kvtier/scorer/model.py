@@ -135,9 +135,22 @@ def _parse(data: bytes, name: str) -> Scorer:
         meta: dict[str, Any] = json.loads(found.pop("meta").tobytes())
         if meta.get("kind") != "kvtier scorer":
             raise ValueError("kind")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, RuntimeError) as err:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        RuntimeError,
+    ) as err:
         raise ScorerError(f"{name} is no scorer, or is damaged", _MAKE_ONE) from err
-    if meta.get("version") != VERSION or meta.get("features_version") != FEATURES_VERSION or tuple(meta.get("features", ())) != FEATURES:
+    if (
+        meta.get("version") != VERSION
+        or meta.get("features_version") != FEATURES_VERSION
+        or tuple(meta.get("features", ())) != FEATURES
+    ):
         raise ScorerError(
             f"the scorer {name} has version {meta.get('version')}.{meta.get('features_version')}, "
             f"and this program uses version {VERSION}.{FEATURES_VERSION}",
@@ -157,7 +170,10 @@ def _check_arrays(found: dict[str, Any], name: str) -> None:
     for array, shape in shapes(hidden).items():
         got = found[array]
         if got.shape != shape or got.dtype != np.float32 or 0 in shape:
-            raise ScorerError(f"the scorer {name} has an array {array} of shape {list(got.shape)}, {got.dtype}, which does not fit the others", _MAKE_ONE)
+            raise ScorerError(
+                f"the scorer {name} has an array {array} of shape {list(got.shape)}, {got.dtype}, which does not fit the others",
+                _MAKE_ONE,
+            )
         if not np.isfinite(got).all():
             raise ScorerError(f"the scorer {name} has weights that are not finite", _MAKE_ONE)
 

@@ -56,7 +56,11 @@ def quality(traces: Sequence[Trace], scorer: Scorer | None) -> list[Quality]:
     require_length(max((trace.n_steps for trace in traces), default=0), "no trace has enough steps to judge by")
     table = []
     for name, rank in rankings(scorer).items():
-        rows = [(spearman(score, s.future), *(mass_recall(score, s.future, kept) for kept in KEPT)) for s in found for score in (rank(s),)]
+        rows = [
+            (spearman(score, s.future), *(mass_recall(score, s.future, kept) for kept in KEPT))
+            for s in found
+            for score in (rank(s),)
+        ]
         spearmans, *recalls = np.mean(rows, axis=0).tolist()
         table.append(Quality(name, spearmans, tuple(recalls)))
     return table

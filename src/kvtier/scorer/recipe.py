@@ -63,7 +63,12 @@ class Outcome:
 
 
 def record_all(
-    models: Sequence[Path], texts: Sequence[Text], how: Segments, folder: Path, progress: Progress, stop: Callable[[], bool]
+    models: Sequence[Path],
+    texts: Sequence[Text],
+    how: Segments,
+    folder: Path,
+    progress: Progress,
+    stop: Callable[[], bool],
 ) -> list[Trace]:
     """One trace per model, text and prefix, in `folder`; those that are there already and whole are not recorded again.
 
@@ -82,7 +87,9 @@ def record_all(
     return traces
 
 
-def _record_model(model: Path, texts: Sequence[Text], how: Segments, folder: Path, progress: Progress, stop: Callable[[], bool]) -> None:
+def _record_model(
+    model: Path, texts: Sequence[Text], how: Segments, folder: Path, progress: Progress, stop: Callable[[], bool]
+) -> None:
     from ..tracing import Recorder
 
     recorder = Recorder(model, max(how.prefixes) + how.n_tokens + 64, how.n_threads)
@@ -133,16 +140,22 @@ def _read(path: Path) -> Trace | None:
 def train_on(traces: Sequence[Trace], held_out: Sequence[Trace], how: Training, progress: Progress) -> Outcome:
     """New weights from traces, judged by others. Raises UsageError if the traces are too short to learn from."""
     x, future, weights = _examples(traces)
-    scorer = train(x, future, weights, how, progress=lambda step, of, loss: progress(f"training, loss {loss:.3f}", step, of))
+    scorer = train(
+        x, future, weights, how, progress=lambda step, of, loss: progress(f"training, loss {loss:.3f}", step, of)
+    )
     about = f"trained on {_names(traces)}: {x.shape[1]:,} examples, {how.steps:,} steps, seed {how.seed}"
     scorer = replace(scorer, about=about)
     return Outcome(scorer, x.shape[1], quality(held_out, scorer))
 
 
-def tune_on(scorer: Scorer, traces: Sequence[Trace], held_out: Sequence[Trace], how: Training, progress: Progress) -> Outcome:
+def tune_on(
+    scorer: Scorer, traces: Sequence[Trace], held_out: Sequence[Trace], how: Training, progress: Progress
+) -> Outcome:
     """Refine weights on traces, judged by others."""
     x, future, weights = _examples(traces)
-    refined = train(x, future, weights, how, scorer, lambda step, of, loss: progress(f"refining, loss {loss:.3f}", step, of))
+    refined = train(
+        x, future, weights, how, scorer, lambda step, of, loss: progress(f"refining, loss {loss:.3f}", step, of)
+    )
     refined = replace(refined, about=f"{scorer.about}; refined on {_names(traces)}: {how.steps:,} steps")
     return Outcome(refined, x.shape[1], quality(held_out, refined), quality(held_out, scorer))
 

@@ -70,4 +70,8 @@ def pooled(traces: Sequence[Trace]) -> tuple[Floats, Floats, Floats]:
     """
     found = [sample for trace in traces for sample in samples(trace)]
     weights = [np.full(len(s.future), 1 / max(1, len(s.future)), np.float32) for s in found]
-    return np.concatenate([s.x for s in found], axis=1), np.concatenate([s.future for s in found]), np.concatenate(weights)
+    return (
+        np.concatenate([s.x for s in found], axis=1),
+        np.concatenate([s.future for s in found]),
+        np.concatenate(weights),
+    )

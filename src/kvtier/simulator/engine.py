@@ -46,7 +46,9 @@ class TraceEngine:
         self._keep: Final = np.full((n_layers, n_pages), np.inf, np.float32)
         self._mean: Final = trace.feature("prefill_mean")
         self._max: Final = trace.feature("prefill_max")
-        self._features: Final = [trace.feature(name) if name in trace.features else np.zeros((n_layers, 0), np.float32) for name in FEATURES]
+        self._features: Final = [
+            trace.feature(name) if name in trace.features else np.zeros((n_layers, 0), np.float32) for name in FEATURES
+        ]
         self._n_steps = 0
 
     @property
@@ -87,7 +89,16 @@ class TraceEngine:
     def stats(self) -> PageStats:
         per_page = np.full(self.tier.shape[1], self._page_bytes, np.int64)
         looks = [
-            LayerLook(i, layer, self.tier.shape[1], self.tier[i].copy(), per_page, self._mean[i].copy(), self._max[i].copy(), *(f[i] for f in self._features))
+            LayerLook(
+                i,
+                layer,
+                self.tier.shape[1],
+                self.tier[i].copy(),
+                per_page,
+                self._mean[i].copy(),
+                self._max[i].copy(),
+                *(f[i] for f in self._features),
+            )
             for i, layer in enumerate(self._trace.header.layers)
         ]
         return self._tracker.stats(looks, self.n_tokens, self.n_tokens)

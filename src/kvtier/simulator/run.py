@@ -67,7 +67,9 @@ class Result:
     recalls: npt.NDArray[np.float32] = field(repr=False)
 
 
-def simulate(trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[TraceEngine], None] | None = None) -> Result:
+def simulate(
+    trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[TraceEngine], None] | None = None
+) -> Result:
     """Run a policy over a trace. Raises PolicyError for a plan that breaks the contract, UsageError for a trace too short."""
     if trace.n_steps <= setting.warmup:
         raise UsageError(
@@ -90,7 +92,10 @@ def simulate(trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[
             if isinstance(policy, Observer) and step > setting.warmup:
                 last = met[-setting.every :]
                 policy.observe(
-                    Observation(hit_rate=sum(m.evicted for m in last) / len(last), recall=1 - sum(m.gone for m in last) / len(last))
+                    Observation(
+                        hit_rate=sum(m.evicted for m in last) / len(last),
+                        recall=1 - sum(m.gone for m in last) / len(last),
+                    )
                 )
             start = time.perf_counter()
             plan = policy.plan(stats, budgets)
@@ -105,7 +110,15 @@ def simulate(trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[
     window = min(WINDOW_STEPS, len(recalls))
     worst = np.convolve(recalls, np.full(window, 1 / window), "valid").min()
     return Result(
-        policy.name, setting, float(hit_rates.mean()), float(recalls.mean()), float(worst), n_moved, float(np.median(times)) * 1e6, hit_rates, recalls
+        policy.name,
+        setting,
+        float(hit_rates.mean()),
+        float(recalls.mean()),
+        float(worst),
+        n_moved,
+        float(np.median(times)) * 1e6,
+        hit_rates,
+        recalls,
     )
 
 
@@ -114,7 +127,8 @@ def _check_protected(trace: Trace, setting: Setting, host: int) -> None:
     if host < least:
         share = 3 / trace.codes.shape[2]
         raise UsageError(
-            f"{setting.keep:g} of the pages do not hold those that are protected", f"Keep at least {share:.3f}, or record a longer trace."
+            f"{setting.keep:g} of the pages do not hold those that are protected",
+            f"Keep at least {share:.3f}, or record a longer trace.",
         )
 
 
@@ -135,5 +149,7 @@ def compare(
         for setting in settings:
             progress(f"{name} at {setting.keep:.0%}")
             # under the name as it was given: parameters are a part of it
-            table.append([replace(simulate(trace, make(name, trace, setting.seed), setting), policy=name) for trace in traces])
+            table.append(
+                [replace(simulate(trace, make(name, trace, setting.seed), setting), policy=name) for trace in traces]
+            )
     return table

@@ -25,7 +25,9 @@ def task_names(text: str) -> tuple[str, ...]:
     names: list[str] = []
     for word in filter(None, (part.strip().lower() for part in text.split(","))):
         if word not in NAMES and word not in GROUPS:
-            raise UsageError(f"there is no task {word!r}", f"Tasks: {', '.join(NAMES)}; ruler is the last six of them, all is all.")
+            raise UsageError(
+                f"there is no task {word!r}", f"Tasks: {', '.join(NAMES)}; ruler is the last six of them, all is all."
+            )
         names += GROUPS.get(word, (word,))
     if not names:
         raise UsageError("no task is named", f"Tasks: {', '.join(NAMES)}, ruler, all.")

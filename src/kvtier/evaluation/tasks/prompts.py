@@ -73,7 +73,9 @@ def sized(task: Task, seed: str, index: int, n_tokens: int, count: Count) -> Pro
     low, prompt = task.least, task.write(seed, index, task.least)
     t_low = n_tokens_of(prompt, count)
     if t_low > n_tokens:
-        raise UsageError(f"{task.name} needs {t_low:,} tokens at least; {n_tokens:,} are asked for", "Give a longer --length.")
+        raise UsageError(
+            f"{task.name} needs {t_low:,} tokens at least; {n_tokens:,} are asked for", "Give a longer --length."
+        )
     high: int | None = None if task.most is None else task.most + 1
     slope, n_try = 0.0, 0
     while t_low < _CLOSE * n_tokens and (high is None or high - low > 1) and n_try < _MOST_TRIES:

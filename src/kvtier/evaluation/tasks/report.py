@@ -38,7 +38,13 @@ def _names(result: TaskEvaluation) -> list[str]:
 def _versus(values: Sequence[Sequence[float]], write: str, write_difference: str) -> list[list[str]]:
     """Cells: the first row as it is, the others with their difference to it."""
     first = values[0]
-    return [[format(x, write) + ("" if row is first else f" ({format(x - y, write_difference)})") for x, y in zip(row, first, strict=True)] for row in values]
+    return [
+        [
+            format(x, write) + ("" if row is first else f" ({format(x - y, write_difference)})")
+            for x, y in zip(row, first, strict=True)
+        ]
+        for row in values
+    ]
 
 
 def _scores(result: TaskEvaluation) -> str:
@@ -48,7 +54,10 @@ def _scores(result: TaskEvaluation) -> str:
     header = [_CELL, *(row.task for row in result.reference), *(["mean"] if len(values[0]) > 1 else [])]
     costs = shown_columns([total_readings(rows) for rows in configs])
     cells = _versus(with_mean, ".1f", "+.1f")
-    lines = [[name, *row, *(column[i] for _, column in costs)] for i, (name, row) in enumerate(zip(_names(result), cells, strict=True))]
+    lines = [
+        [name, *row, *(column[i] for _, column in costs)]
+        for i, (name, row) in enumerate(zip(_names(result), cells, strict=True))
+    ]
     return markdown([*header, *(title for title, _ in costs)], lines)
 
 
@@ -67,7 +76,9 @@ def _depths(needles: Sequence[TaskRow]) -> str:
         for depth in depths:
             answers = [answer for answer in row.answers if answer.depth == depth]
             log_p = np.mean([answer.log_p for answer in answers])
-            cells.append(f"{log_p:.2f}, {sum(answer.is_exact for answer in answers)}/{len(answers)}" if answers else DASH)
+            cells.append(
+                f"{log_p:.2f}, {sum(answer.is_exact for answer in answers)}/{len(answers)}" if answers else DASH
+            )
         lines.append([row.name, *cells])
     return markdown([_CELL, *(f"{100 * depth:.0f} %" for depth in depths)], lines)
 
@@ -94,7 +105,10 @@ def to_json(plan: TaskPlan, result: TaskEvaluation) -> dict[str, Any]:
 
 
 def _config_values(rows: Sequence[TaskRow], reference: Sequence[TaskRow]) -> dict[str, Any]:
-    tasks = [{**_task_values(row, exact), "answers": [asdict(answer) for answer in row.answers]} for row, exact in zip(rows, reference, strict=True)]
+    tasks = [
+        {**_task_values(row, exact), "answers": [asdict(answer) for answer in row.answers]}
+        for row, exact in zip(rows, reference, strict=True)
+    ]
     return {"name": rows[0].name, "tasks": tasks, **asdict(total_readings(rows))}
 
 

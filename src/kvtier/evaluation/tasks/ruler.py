@@ -96,7 +96,9 @@ def vt(seed: str, index: int, size: int) -> Prompt:
     for n_noise in (4, size):
         text, value, names = _chain(rng, n_noise)
         intro = f"Variables are assigned in the text below.\n{text}\n"
-        question = f"\nQuestion: Which {len(names)} variables have the value {value}, directly or through others?\nAnswer:"
+        question = (
+            f"\nQuestion: Which {len(names)} variables have the value {value}, directly or through others?\nAnswer:"
+        )
         parts += [intro, question, f" {', '.join(names)}"]
     example, context, question, expected = "".join(parts[:3]) + "\n\n", parts[3], parts[4], parts[5]
     return Prompt("vt", index, None, example + context, question, expected, tuple(expected.strip().split(", ")), 30)
@@ -147,7 +149,9 @@ def fwe(seed: str, index: int, size: int) -> Prompt:
     wanted = coded[:N_FREQUENT]
     intro = "Below is a coded text. Remember which coded words occur most often in it.\n"
     question = f"\nQuestion: Which {N_FREQUENT} coded words, dots aside, occur most often in the text?\nAnswer:"
-    return Prompt("fwe", index, None, intro + " ".join(entries) + "\n", question, " " + ", ".join(wanted), tuple(wanted), 50)
+    return Prompt(
+        "fwe", index, None, intro + " ".join(entries) + "\n", question, " " + ", ".join(wanted), tuple(wanted), 50
+    )
 
 
 SIMPLE: Final = (

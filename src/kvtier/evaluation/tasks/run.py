@@ -80,7 +80,9 @@ def _prompts(plan: TaskPlan, report: Report) -> tuple[dict[str, list[Prompt]], i
 
 
 class _Run:
-    def __init__(self, plan: TaskPlan, file: RowFile, report: Report, prompts: dict[str, list[Prompt]], n_ctx_train: int) -> None:
+    def __init__(
+        self, plan: TaskPlan, file: RowFile, report: Report, prompts: dict[str, list[Prompt]], n_ctx_train: int
+    ) -> None:
         self.plan, self.file, self.report, self.prompts = plan, file, report, prompts
         self.rope = rope_for(plan.n_tokens, n_ctx_train)
         model = sha256_of(plan.model)
@@ -93,7 +95,9 @@ class _Run:
             "rope": [self.rope.freq_base, self.rope.freq_scale],
         }
         stem = file.path.with_name(f"tasks-{model[:16]}")
-        self.model = ModelFile(plan.model, plan.f32_weights, stem, lambda: report(plan.model.name, "widening weights", 0, 0))
+        self.model = ModelFile(
+            plan.model, plan.f32_weights, stem, lambda: report(plan.model.name, "widening weights", 0, 0)
+        )
 
     def key(self, config: Configuration, prompt: Prompt) -> str:
         text = hashlib.sha256(json.dumps(prompt.to_dict()).encode()).hexdigest()
@@ -106,12 +110,17 @@ class _Run:
         found = self.file.find_all([key for _, key in wanted], PromptAnswer.from_dict)
         missing = [(prompt, key) for prompt, key in wanted if key not in found]
         if missing:
-            opening = Opening(str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, self.plan.n_batch, self.rope)
+            opening = Opening(
+                str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, self.plan.n_batch, self.rope
+            )
             with Child(opening) as child:
                 for i, (prompt, key) in enumerate(missing):
                     found[key] = self._measure(child, config.name, prompt, i, len(missing))
                     self.file.add(key, found[key])
-        return tuple(TaskRow(config.name, task, tuple(found[key] for prompt, key in wanted if prompt.task == task)) for task in self.plan.tasks)
+        return tuple(
+            TaskRow(config.name, task, tuple(found[key] for prompt, key in wanted if prompt.task == task))
+            for task in self.plan.tasks
+        )
 
     def _measure(self, child: Child, name: str, prompt: Prompt, i: int, n: int) -> PromptAnswer:
         def progress(_phase: str, done: int, total: int) -> None:

@@ -5,8 +5,8 @@
 #    include <immintrin.h>
 
 namespace {
-#    include "kernels-impl.h"
 #    include "simd-avx2.h"
+#    include "kernels-impl.h"
 } // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_avx2 = KVT_KERNELS_TABLE("avx2");

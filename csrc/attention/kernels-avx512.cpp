@@ -10,8 +10,8 @@
 #    include <immintrin.h>
 
 namespace {
-#    include "kernels-impl.h"
 #    include "simd-avx512.h"
+#    include "kernels-impl.h"
 } // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_avx512 = KVT_KERNELS_TABLE("avx512");

@@ -11,8 +11,8 @@
 
 namespace {
 #    define KVT_SIMD_VNNI
-#    include "kernels-impl.h"
 #    include "simd-avx512.h"
+#    include "kernels-impl.h"
 } // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_avx512vnni = KVT_KERNELS_TABLE("avx512vnni");

@@ -4,8 +4,8 @@
 #    include <arm_neon.h>
 
 namespace {
-#    include "kernels-impl.h"
 #    include "simd-neon.h"
+#    include "kernels-impl.h"
 } // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_neon = KVT_KERNELS_TABLE("neon");

@@ -3,8 +3,8 @@
 #include "kernels-common.h"
 
 namespace {
-#include "kernels-impl.h"
 #include "simd-scalar.h"
+#include "kernels-impl.h"
 } // namespace
 
 extern "C" const struct kvt_kernels kvt_kernels_scalar = KVT_KERNELS_TABLE("scalar");

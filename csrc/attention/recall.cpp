@@ -1,15 +1,14 @@
 // Bounded recall: decode that scores every key but reads few values. Per query row, the values left out carry at most
 // eps of the softmax probability, and what they carry is added up, not guessed.
 //
-//   score    all visible keys, from the keys that stay in memory, become weights 2^(s - m); a row's weights lie side by
-//   side choose   where pages would have to be read, the least important ones that fit into a share of eps are left out
-//   as a whole;
-//            then sub-pages, by KV head: to visit one costs more than to read a token more of another; then each row
-//            gets the largest threshold below which the rest of eps fits
+//   score    all visible keys, from the keys that stay in memory, become weights 2^(s - m); a row's weights lie side
+//            by side
+//   choose   where pages would have to be read, the least important ones that fit into a share of eps are left out as
+//            a whole; then sub-pages, by KV head: to visit one costs more than to read a token more of another; then
+//            each row gets the largest threshold below which the rest of eps fits
 //   pick     tokens that some row of their KV head weighs at least its threshold
 //   read     the picked values; those left out count with the mean of their sub-page (digests.h); and all weights once
-//   more
-//            for the attention mass, while they are near
+//            more for the attention mass, while they are near
 //
 // All sums are cut and ordered by sub-pages alone, so neither the number of threads nor their timing changes a bit.
 // Which pages are resident does matter: values at hand are cheap, so less of them is left out.

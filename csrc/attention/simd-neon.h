@@ -70,7 +70,7 @@ static inline int16x8_t as16(vi x) { return vreinterpretq_s16_s32(x); }
 static inline vi from16(int16x8_t x) { return vreinterpretq_s32_s16(x); }
 static inline vi vi_even16(vi x) {
     return from16(vshrq_n_s16(vshlq_n_s16(as16(x), 8), 8));
-}                                                                           // bytes 0 and 2 of each lane
+} // bytes 0 and 2 of each lane
 static inline vi vi_odd16(vi x) { return from16(vshrq_n_s16(as16(x), 8)); } // bytes 1 and 3
 template <int SHIFT> static inline vi vi_nibble16(vi x) {
     return vandq_s32(vshlq_s32(x, vdupq_n_s32(-SHIFT)), vdupq_n_s32(0x000f000f));

@@ -11,7 +11,7 @@ import time
 import psutil
 
 from kvtier import Llama
-from kvtier.models import resolve
+from kvtier.model.names import resolve
 from kvtier.settings import KVSettings
 
 

@@ -5,7 +5,7 @@ Some virtual machines advertise AMX and fault on its instructions: a native buil
 
     CMAKE_ARGS="$(python3 scripts/probe-amx.py)" pip install llama-cpp-python
 
-Needs nothing but Python's standard library: the probe itself is src/kvtier/hardware.py, loaded by its path.
+Needs nothing but Python's standard library: the probe itself is src/kvtier/machine/hardware.py, loaded by its path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    path = Path(__file__).resolve().parent.parent / "src" / "kvtier" / "hardware.py"
+    path = Path(__file__).resolve().parent.parent / "src" / "kvtier" / "machine" / "hardware.py"
     spec = importlib.util.spec_from_file_location("kvtier_hardware", path)
     if spec is None or spec.loader is None:
         sys.exit(f"{path} is missing")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvtier.models import resolve
+from kvtier.model.names import resolve
 
 TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 # Every option of the command line is a variable too, and KVTIER_CONFIG is read by the library. These say where things are and how tests are run.

@@ -12,8 +12,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import _native, runtime
-from kvtier.cachetypes import GGML_TYPES
+from kvtier.model.cachetypes import GGML_TYPES
+from kvtier.native import binding, runtime
 
 # cache types of llama.cpp, by ggml type number; the last three are no page formats
 TYPES = {**GGML_TYPES, "q5_0": 6, "q5_1": 7, "iq4_nl": 20}
@@ -26,7 +26,7 @@ class Context:
     model: int
     ctx: int
     n_vocab: int
-    domain: _native.Domain | None
+    domain: binding.Domain | None
 
     @property
     def memory(self) -> int:
@@ -87,7 +87,7 @@ def open_context(
         domain = None
         devices = (ctypes.c_void_p * 1)(None)
         if ours:
-            domain = _native.Domain(settings)
+            domain = binding.Domain(settings)
             stack.callback(domain.close)
             devices = runtime.device_array(loaded.device)
             stack.enter_context(runtime.bound(domain))

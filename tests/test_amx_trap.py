@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier import runtime
+from kvtier.native import runtime
 
 # The two facts of such a machine are replaced; everything after them is the real program.
 RUN = """
 import sys
-from kvtier import hardware, runtime
+from kvtier.machine import hardware
+from kvtier.native import runtime
 hardware.amx_state = lambda flags=None: "faults"
 built = sys.argv.pop(1) == "built"
 runtime.built_with_amx = lambda: built

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier import _native
+from kvtier.native import binding
 
 # Stock llama_cpp.Llama in a process that never imports kvtier. Model loads use every GPU device that ggml has loaded.
 PROGRAM = """
@@ -24,7 +24,7 @@ assert "kvtier" not in sys.modules
 
 
 def run(model: Path, config: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "GGML_BACKEND_PATH": str(_native.library_path()), "KVTIER_CONFIG": config}
+    env = {**os.environ, "GGML_BACKEND_PATH": str(binding.library_path()), "KVTIER_CONFIG": config}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model)], env=env, capture_output=True, text=True, check=False
     )

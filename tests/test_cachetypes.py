@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import Llama, cachetypes
-from kvtier.cachetypes import AUTO, cache_types
+from kvtier import Llama
 from kvtier.errors import GgufError
-from kvtier.gguf import read_model
 from kvtier.measuring.config import Configuration, Opening
 from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import parse_spec
-from kvtier.modelshape import AttentionLayer, ModelShape
+from kvtier.model import cachetypes
+from kvtier.model.cachetypes import AUTO, cache_types
+from kvtier.model.gguf import read_model
+from kvtier.model.shape import AttentionLayer, ModelShape
 from kvtier.settings import KVSettings
 
 from .texts import source_text

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvtier import diagnosis, hardware
 from kvtier.cli import main, ui
-from kvtier.diagnosis import Finding, ProbeResult, run_probe, worst
+from kvtier.doctor import diagnosis
+from kvtier.doctor.diagnosis import Finding, ProbeResult, run_probe, worst
 from kvtier.errors import UsageError
+from kvtier.machine import hardware
 from kvtier.measuring.progress import StatusLine
 
 from .processes import pieces

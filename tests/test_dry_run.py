@@ -12,7 +12,7 @@ import pytest
 DRY_RUN = """
 import ctypes, sys
 import llama_cpp
-from kvtier import runtime
+from kvtier.native import runtime
 from tests.contexts import TYPES
 loaded = runtime.load()
 devices = runtime.device_array(loaded.device)

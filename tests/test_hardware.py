@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvtier import hardware
+from kvtier.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "probe-amx.py"
@@ -166,7 +166,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     """In a child, whose heap is known: many small blocks, of which the last stays. A C library other than glibc is not asked."""
     code = """if True:
         import ctypes, psutil
-        from kvtier.hardware import give_back_free_memory
+        from kvtier.machine.hardware import give_back_free_memory
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
         blocks = [libc.malloc(60_000) for _ in range(1000)]

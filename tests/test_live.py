@@ -16,8 +16,8 @@ import pytest
 
 from kvtier import Llama
 from kvtier.cli import ui
-from kvtier.generation import Generation, Sampling
-from kvtier.live import Look, TierLook, concentration, look
+from kvtier.cli.live import Look, TierLook, concentration, look
+from kvtier.engine.generation import Generation, Sampling
 from kvtier.settings import KVSettings
 
 from .processes import PATIENCE_S, on_terminal, open_terminal, pieces

@@ -9,13 +9,13 @@ import pytest
 
 from kvtier import Llama
 from kvtier.errors import BudgetError, NativeError, SettingsError, UnsupportedError
-from kvtier.gguf import read_model
 from kvtier.lossy.batch import fitting_batch
 from kvtier.lossy.memory import LossyEngine
 from kvtier.lossy.settings import MemorySettings
-from kvtier.modelshape import shape_of
+from kvtier.model.gguf import read_model
+from kvtier.model.shape import shape_of
+from kvtier.native.summary import Summary, SummaryCells, SummaryGroup
 from kvtier.settings import KVSettings
-from kvtier.summary import Summary, SummaryCells, SummaryGroup
 
 from .test_sequences import kl
 from .texts import source_text

@@ -14,8 +14,8 @@ from kvtier.lossy.compress import compress
 from kvtier.lossy.levels import TOP_SHARE, Level, assign, ladder
 from kvtier.lossy.online import OnlineState
 from kvtier.lossy.streaming import StreamingCache, group_bytes, whole_groups
+from kvtier.native.summary import SummaryGroup
 from kvtier.settings import KVSettings
-from kvtier.summary import SummaryGroup
 
 LAYER = LayerFigures(0, 0, 3, 64, 64, 32, 1, 4096, 128, 0, 0, 0, 0, 0)
 SIZES = np.array([24640, 13120, 6976], np.int64)

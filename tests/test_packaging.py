@@ -8,7 +8,7 @@ from pathlib import Path
 
 import llama_cpp
 
-from kvtier import _native, runtime
+from kvtier.native import binding, runtime
 
 from .scripts_loader import load
 
@@ -38,7 +38,7 @@ def test_one_version_everywhere() -> None:
     written = first(r'^version = "(.*)"', PROJECT)
     runtime.load()
     assert version("kvtier") == written
-    assert _native.version() == written
+    assert binding.version() == written
 
 
 def test_the_changelog_has_an_entry_for_it() -> None:

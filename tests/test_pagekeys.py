@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier import Llama
-from kvtier.pagekeys import PageKeys
+from kvtier.native.pagekeys import PageKeys
 from kvtier.settings import KVSettings
 
 from .texts import source_text

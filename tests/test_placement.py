@@ -15,7 +15,7 @@ from kvtier.figures import UNLIMITED
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
-from kvtier.placement import TIME_LIMIT_S, Placement, Planner
+from kvtier.placement.placement import TIME_LIMIT_S, Placement, Planner
 from kvtier.policies import Budgets, PageStats, Plan, create, place
 from kvtier.policies.base import GONE, HOST, PLAN_STEPS, Observation
 from kvtier.policies.registry import DEFAULT

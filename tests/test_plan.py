@@ -19,12 +19,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import hardware
 from kvtier.cli import main
 from kvtier.errors import GgufError, UsageError
-from kvtier.gguf import read_model
-from kvtier.modelshape import AttentionLayer, ModelShape, shape_of
-from kvtier.plan import CACHE_TYPES, Machine, PlanRequest, bounded_bytes, command_line, make_plan, page_bytes
+from kvtier.machine import hardware
+from kvtier.model.gguf import read_model
+from kvtier.model.plan import CACHE_TYPES, Machine, PlanRequest, bounded_bytes, command_line, make_plan, page_bytes
+from kvtier.model.shape import AttentionLayer, ModelShape, shape_of
 from tests.test_gguf import BOOL, I32, STRING, U32, array, gguf, key
 
 GGML = {"f16": 1, "q8_0": 8, "q4_0": 2, "q4_1": 3}
@@ -87,7 +87,7 @@ class Stock:
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
 def stock(request: pytest.FixtureRequest) -> Iterator[Stock]:
-    from kvtier.models import resolve
+    from kvtier.model.names import resolve
 
     loaded = Stock(resolve(request.param))
     yield loaded
@@ -126,7 +126,7 @@ def test_planned_is_what_llama_cpp_allocates(stock: Stock, name: str) -> None:
 )
 def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, type_v: str) -> None:
     from kvtier import Llama
-    from kvtier.models import resolve
+    from kvtier.model.names import resolve
 
     path = resolve(name)
     plan = make_plan(read_model(path), PlanRequest(n_ctx, type_k, type_v, n_batch=128, n_ubatch=128))
@@ -151,7 +151,8 @@ def test_planned_is_what_our_device_holds(name: str, n_ctx: int, type_k: str, ty
 
 @pytest.mark.parametrize("whole_windows", [False, True])
 def test_planned_buffers_are_those_with_our_device(stock: Stock, whole_windows: bool) -> None:
-    from kvtier import Llama, runtime
+    from kvtier import Llama
+    from kvtier.native import runtime
 
     request = PlanRequest(32768, n_batch=512, swa_full=whole_windows)
     runtime.load()  # takes the log first
@@ -448,7 +449,7 @@ def test_what_fits_where_little_fits(smollm2_path: Path) -> None:
 @pytest.mark.parametrize(("name", "n_ctx"), [("smollm2", 1024), ("gemma3-270m", 1536)])
 def test_planned_is_what_a_bounded_cache_holds(name: str, n_ctx: int) -> None:
     from kvtier import Llama
-    from kvtier.models import resolve
+    from kvtier.model.names import resolve
 
     path = resolve(name)
     plan = make_plan(read_model(path), PlanRequest(n_ctx, n_batch=128, n_ubatch=128))

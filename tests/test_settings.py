@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import KVSettings, _native, runtime
+from kvtier import KVSettings
 from kvtier.errors import ConfigError, NativeError, SettingsError
 from kvtier.figures import FORMATS
+from kvtier.native import binding, runtime
 from kvtier.settings import LEAST_EPS, MAX_EPS
 
 
@@ -35,7 +36,7 @@ def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
                      "fidelity": "bounded:0.1", "read-budget": "4096"}  # fmt: skip
     assert len(lines) == len(dataclasses.fields(settings)) - 1  # host_share only says where the budget is from
     assert KVSettings(host="1GiB", fidelity="lossy").to_native().splitlines() == [f"host={1 << 30}", "fidelity=lossy"]
-    domain = _native.Domain(settings.to_native())
+    domain = binding.Domain(settings.to_native())
     figures = domain.figures()
     domain.close()
     assert figures.tiers["host"].budget_bytes == 1 << 30
@@ -66,7 +67,7 @@ def test_other_fidelities_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("eps", [LEAST_EPS, MAX_EPS])
 def test_the_ends_of_eps_are_the_librarys_too(eps: float) -> None:
-    _native.Domain(KVSettings(fidelity=f"bounded:{eps}").to_native()).close()
+    binding.Domain(KVSettings(fidelity=f"bounded:{eps}").to_native()).close()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_the_ends_of_eps_are_the_librarys_too(eps: float) -> None:
     ],
 )
 def test_texts_that_the_library_takes(text: str) -> None:
-    _native.Domain(text).close()
+    binding.Domain(text).close()
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_texts_that_the_library_takes(text: str) -> None:
 )
 def test_texts_that_the_library_refuses(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
-        _native.Domain(text)
+        binding.Domain(text)
 
 
 @pytest.mark.parametrize(("values", "least"), [({}, 96), ({"protect_first": 0, "page_tokens": 64}, 128)])
 def test_the_least_read_budget_is_the_librarys(values: dict[str, Any], least: int) -> None:
-    _native.Domain(KVSettings(fidelity="bounded", read_budget=least, **values).to_native()).close()
+    binding.Domain(KVSettings(fidelity="bounded", read_budget=least, **values).to_native()).close()
     with pytest.raises(SettingsError, match=f"read_budget is {least - 1}\n.*from {least} to .*always read"):
         KVSettings(fidelity="bounded", read_budget=least - 1, **values)
 
@@ -124,7 +125,7 @@ def test_the_least_read_budget_is_the_librarys(values: dict[str, Any], least: in
 def test_any_directory_name_is_used_as_it_is(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
-    domain = _native.Domain(KVSettings(disk="1MiB", dir=folder).to_native())
+    domain = binding.Domain(KVSettings(disk="1MiB", dir=folder).to_native())
     assert [path.suffix for path in folder.iterdir()] == [".pages"]
     domain.close()
     assert list(folder.iterdir()) == []
@@ -190,7 +191,7 @@ def test_the_disk_tier_has_a_home_by_default(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize("text", ["nonsense", "hots=1GiB", "host=x", "host-k=q5_0", "page-tokens=33", "disk=1GiB"])
 def test_the_library_refuses_too(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        _native.Domain(text)
+        binding.Domain(text)
     assert text.split("=")[-1] in str(caught.value) or text.split("=")[0] in str(caught.value)
 
 
@@ -208,7 +209,7 @@ def test_what_python_accepts_the_library_accepts(
 ) -> None:  # fmt: skip
     settings = KVSettings(host, None, None, *formats, page_tokens, io_threads, *protect, mass_decay)
     try:
-        _native.Domain(settings.to_native()).close()
+        binding.Domain(settings.to_native()).close()
     except ConfigError:
         raise
     except NativeError as err:

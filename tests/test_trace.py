@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvtier.cli import main
+from kvtier.engine.recording import Recording, record
 from kvtier.errors import OutputError, TraceError, UsageError
 from kvtier.trace import CHUNK_STEPS, MASS_OF_CODE, TraceHeader, TraceWriter, encode_mass, read_trace
-from kvtier.tracing import Recording, record
 
 from .processes import PATIENCE_S, start, wait_until
 from .texts import source_text

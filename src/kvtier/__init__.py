@@ -13,21 +13,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from .engine.llama import Llama
     from .errors import KvtierError
     from .figures import Figures
-    from .kv import KVCache
-    from .llama import Llama
     from .lossy.settings import MemorySettings
+    from .native.kv import KVCache
     from .settings import KVSettings
 
 __all__ = ["Figures", "KVCache", "KVSettings", "KvtierError", "Llama", "MemorySettings", "__version__"]
 
 # Loaded on first use: `import kvtier` alone must not load llama.cpp.
 _HOMES: Final = {
-    "Llama": "llama",
+    "Llama": "engine.llama",
     "KVSettings": "settings",
     "MemorySettings": "lossy.settings",
-    "KVCache": "kv",
+    "KVCache": "native.kv",
     "Figures": "figures",
     "KvtierError": "errors",
 }

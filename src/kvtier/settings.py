@@ -9,8 +9,8 @@ from typing import Any, Final, get_type_hints
 
 from .errors import SettingsError
 from .figures import FORMATS
-from .hardware import memory
-from .models import cache_dir
+from .folders import cache_dir
+from .machine.hardware import memory
 from .sizes import parse_bytes, parse_share
 
 SUB_PAGE_TOKENS: Final = 32  # pages are made of pieces of this many tokens

@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier import _native
+from kvtier.native import binding
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "conformance"
@@ -39,7 +39,7 @@ def run(command: list[str]) -> str:
 def environment() -> dict[str, str]:
     """The environment with our library as the backend, and no setting of the person who runs the tests."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "GGML_"))}
-    return {**kept, "GGML_BACKEND_PATH": str(_native.library_path())}
+    return {**kept, "GGML_BACKEND_PATH": str(binding.library_path())}
 
 
 @dataclass(frozen=True)

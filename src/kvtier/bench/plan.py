@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cachetypes import AUTO
 from ..measuring.config import Configuration
+from ..model.cachetypes import AUTO
 from ..settings import KVSettings
 
 STOCK_F16 = Configuration("stock f16")

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from ..hardware import cpu_count, cpu_name
+from ..machine.hardware import cpu_count, cpu_name
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError

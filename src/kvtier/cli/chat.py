@@ -15,15 +15,15 @@ from .signals import StopFlag, Stopped
 from .streaming import streaming
 
 if TYPE_CHECKING:
-    from ..generation import Sampling
-    from ..llama import Llama
+    from ..engine.generation import Sampling
+    from ..engine.llama import Llama
 
 _HELP: Final = "/exit ends, /new forgets the conversation, /figures shows the cache. Ctrl-C stops an answer."
 
 
 def converse(load: Callable[[], Llama], sampling: Sampling, stop: StopFlag, live: bool = False) -> int:
     """Talk until /exit or the end of input. Returns the exit code."""
-    from ..chat import ChatTemplate, Message
+    from ..engine.chat import ChatTemplate, Message
 
     with load() as llm:
         template = ChatTemplate(llm)
@@ -74,8 +74,8 @@ def _ask(stop: StopFlag) -> str | None:
 
 
 def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag, live: bool) -> str:
-    from ..generation import Generation
-    from ..report import rate_line
+    from ..engine.generation import Generation
+    from .report import rate_line
 
     generation = Generation(llm, tokens, sampling, stop)
     with ui.prefill_progress() as progress:
@@ -92,6 +92,6 @@ def _answer(llm: Llama, tokens: list[int], sampling: Sampling, stop: StopFlag, l
 
 
 def _figures(llm: Llama) -> list[tuple[str, str]]:
-    from ..report import kv_rows
+    from .report import kv_rows
 
     return kv_rows(llm.kv.figures, llm.kv.n_layers)

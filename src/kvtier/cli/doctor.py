@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from ..diagnosis import Finding, diagnose, worst
+from ..doctor.diagnosis import Finding, diagnose, worst
 from ..settings import KVSettings
 from . import ui
 from .options import option

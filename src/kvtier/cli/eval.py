@@ -16,10 +16,10 @@ from ..evaluation.run import EvaluationPlan, Report, evaluate
 from ..evaluation.tasks import report as task_report
 from ..evaluation.tasks import task_names
 from ..evaluation.tasks.run import TaskPlan, evaluate_tasks
+from ..folders import cache_dir
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
-from ..models import cache_dir
 from ..outputs import require_writable
 from . import ui
 from .measured import default_threads, find_model, terminable, write_file

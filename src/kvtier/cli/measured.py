@@ -11,8 +11,8 @@ from types import FrameType
 
 import click
 
-from .. import gguf
-from ..models import resolve
+from ..model import gguf
+from ..model.names import resolve
 from ..outputs import unwritable
 from ..sizes import parse_tokens
 from . import ui

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ..models import ModelEntry, cached_path, known_models
+from ..model.names import ModelEntry, cached_path, known_models
 from ..sizes import format_bytes
 from . import ui
 

@@ -12,7 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..figures import FORMATS
-from ..plan import MAX_TOKENS
+from ..model.plan import MAX_TOKENS
 from ..settings import KVSettings
 from ..sizes import parse_bytes, parse_tokens
 

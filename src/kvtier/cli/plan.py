@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from .. import hardware
 from ..errors import UsageError
-from ..gguf import read_model
-from ..plan import BoundedBytes, CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan, rope_words
+from ..machine import hardware
+from ..model.gguf import read_model
+from ..model.plan import BoundedBytes, CacheBytes, Machine, Plan, PlanRequest, command_line, make_plan, rope_words
 from ..settings import KVSettings
 from ..sizes import format_bytes
 from . import ui
@@ -91,7 +91,7 @@ def command(
 
 def _title(plan: Plan, model: str | None) -> str:
     """The name that was asked for, where it is one of `kvtier models`, and what the file calls itself."""
-    from ..models import known_models
+    from ..model.names import known_models
 
     name, architecture = plan.shape.name, plan.shape.architecture
     return (
@@ -114,7 +114,7 @@ def _as_asked(options: dict[str, Any]) -> list[str]:
 
 
 def _find(model: str | None, hf_repo: str | None) -> Path:
-    from .. import models
+    from ..model import names as models
 
     with ui.download_progress() as progress:
         return (

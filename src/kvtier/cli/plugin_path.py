@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .. import _native
+from ..native import binding
 from . import ui
 
 
@@ -17,4 +17,4 @@ def command() -> None:
       GGML_BACKEND_PATH=$(kvtier plugin-path) KVTIER_CONFIG=host=1GiB,disk=20GiB,dir=/var/tmp \\
         llama-server --device KVT0 -ngl 99 -fa on -m model.gguf
     """
-    ui.echo(str(_native.library_path()))
+    ui.echo(str(binding.library_path()))

@@ -38,8 +38,8 @@ from .streaming import streaming
 from .texts import read_file
 
 if TYPE_CHECKING:
-    from ..generation import Generation, Sampling
-    from ..llama import Llama
+    from ..engine.generation import Generation, Sampling
+    from ..engine.llama import Llama
 
 _ROPE_SCALINGS = ("none", "linear", "yarn")
 DEFAULT_N_PREDICT = 512
@@ -253,7 +253,7 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:
-    from .. import models
+    from ..model import names as models
 
     if (model is None) == (hf_repo is None):
         raise UsageError(
@@ -271,7 +271,7 @@ def _find_model(model: str | None, hf_repo: str | None) -> Path:
 
 
 def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bool) -> _Job:
-    from .. import gguf
+    from ..model import gguf
 
     header = gguf.read_model(path)[0]  # before llama.cpp sees the file
     n_ctx_train = header.get_int(header.arch_key("context_length"), 0) or 0
@@ -323,7 +323,7 @@ def _physical_cores() -> int:
 
 
 def _sampling(options: dict[str, Any], in_chat: bool) -> Sampling:
-    from ..generation import RANDOM_SEED, Sampling
+    from ..engine.generation import RANDOM_SEED, Sampling
 
     n_predict = options["n_predict"]
     if n_predict is None:
@@ -335,8 +335,8 @@ def _sampling(options: dict[str, Any], in_chat: bool) -> Sampling:
 def _load(job: _Job) -> Llama:
     import jinja2
 
-    from .. import runtime
-    from ..llama import Llama
+    from ..engine.llama import Llama
+    from ..native import runtime
 
     runtime.log.muted = not job.verbose
     ui.show_log_of("kvtier.placement")
@@ -366,8 +366,8 @@ def _load(job: _Job) -> Llama:
 
 def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool, live: bool) -> int:
     """One prompt, one answer. Returns the exit code."""
-    from ..generation import Generation
-    from ..report import RunReport
+    from ..engine.generation import Generation
+    from .report import RunReport
 
     start = time.perf_counter()
     with _load(job) as llm:
@@ -406,7 +406,7 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
 
 
 def _tokens(llm: Llama, text: str, chat: bool) -> list[int]:
-    from ..chat import ChatTemplate, Message
+    from ..engine.chat import ChatTemplate, Message
 
     tokens = (
         ChatTemplate(llm).tokens([Message("user", text)])

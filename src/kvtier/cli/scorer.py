@@ -300,7 +300,7 @@ def _segments(recording: dict[str, Any]) -> Segments:
 
 
 def _text(name: str) -> Text:
-    from .. import runtime
+    from ..native import runtime
     from ..scorer.recipe import Text
 
     runtime.log.muted = True

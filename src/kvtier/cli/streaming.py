@@ -11,9 +11,9 @@ from . import ui
 from .signals import StopFlag
 
 if TYPE_CHECKING:
-    from ..generation import Generation
-    from ..live import Look
-    from ..llama import Llama
+    from ..engine.generation import Generation
+    from ..engine.llama import Llama
+    from .live import Look
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def streaming(
         return
 
     def look() -> Look:
-        from .. import live as live_figures
+        from . import live as live_figures
 
         return live_figures.look(llm.kv, generation.timing(), _preset(llm))
 

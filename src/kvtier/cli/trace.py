@@ -75,8 +75,8 @@ def record_command(
     require_writable(aside(output), f"the trace {output}")
     path = find_model(model)
     text = read_text(text_file)
-    from .. import runtime
-    from ..tracing import Recording, record
+    from ..engine.recording import Recording, record
+    from ..native import runtime
 
     runtime.log.muted = True
     source = text_file.name if text_file is not None else "Python's standard library"

@@ -34,11 +34,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import KvtierError, OutputError
-from ..models import FetchProgress
+from ..model.names import FetchProgress
 from ..sizes import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from ..live import Look, TierLook
+    from .live import Look, TierLook
 
 _STAGES = {"wait": "waiting for another process to fetch", "fetch": "fetching", "check": "checking"}
 

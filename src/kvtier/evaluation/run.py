@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .._native import library_path
 from ..errors import UsageError
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
-from ..models import sha256_of
+from ..model.names import sha256_of
+from ..native.binding import library_path
 from ..policies.parameters import files_of
 from .exactmass import EVERY_STEP
 from .rows import REFERENCE, RowFile, RowResult, row_key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..modelshape import AttentionLayer, ModelShape
+from ..model.shape import AttentionLayer, ModelShape
 from ..settings import KVSettings
 
 LEAST: Final = 64  # tokens

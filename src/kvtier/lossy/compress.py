@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..summary import SummaryGroup
+from ..native.summary import SummaryGroup
 
 Floats = npt.NDArray[np.float32]
 

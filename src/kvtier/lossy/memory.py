@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .. import hardware
 from ..errors import BudgetError, NativeError
 from ..figures import FORMATS, LayerFigures
-from ..kv import KVCache
-from ..placement import KVEngine, Placement
+from ..machine import hardware
+from ..native.kv import KVCache
+from ..placement.placement import KVEngine, Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
 from .budget import ShareKeeper
 from .levels import Level, assign, growing, ladder

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..summary import SummaryCells
+from ..native.summary import SummaryCells
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]

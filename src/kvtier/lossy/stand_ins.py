@@ -9,8 +9,8 @@ import numpy as np
 
 from ..errors import NativeError
 from ..figures import LayerFigures
-from ..kv import KVCache
-from ..summary import Summary, SummaryGroup
+from ..native.kv import KVCache
+from ..native.summary import Summary, SummaryGroup
 from .compress import compress
 from .levels import SUB, growing
 from .online import OnlineState

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..figures import LayerFigures
-from ..summary import SummaryGroup
+from ..native.summary import SummaryGroup
 
 GROUP_PAGES = 8
 COORDINATES = "q4_0"  # half of the bytes of Q8_0; what is lost is lost with the dimensions that are gone

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..cachetypes import AUTO, GGML_TYPES, cache_types
 from ..errors import KvtierError
-from ..gguf import read_model
 from ..lossy.batch import fitting_batch
 from ..lossy.settings import MemorySettings
-from ..modelshape import ModelShape, shape_of
-from ..plan import PlanRequest, cache_bytes
+from ..model.cachetypes import AUTO, GGML_TYPES, cache_types
+from ..model.gguf import read_model
+from ..model.plan import PlanRequest, cache_bytes
+from ..model.shape import ModelShape, shape_of
 from ..settings import KVSettings
 from .errors import MeasuringError
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cachetypes import GGML_TYPES
+from ..model.cachetypes import GGML_TYPES
 from ..settings import KVSettings
 from . import state as states
 from .config import Configuration, Opening
@@ -88,21 +88,21 @@ class Engine:
         return model
 
     def _kvtier_device(self, opening: Opening) -> int:
-        from .. import _native, runtime
+        from ..native import binding, runtime
 
         device = runtime.load().device
         opening.config.make_directory()
-        self._domain = _native.Domain(opening.config.settings)
+        self._domain = binding.Domain(opening.config.settings)
         if opening.config.policy:
             self._start_policy(opening.config)
         return device
 
     def _start_policy(self, config: Configuration) -> None:
         """A policy that makes its plans between steps rather than beside them: the same run gives the same figures."""
-        from ..kv import CacheLease, KVCache
         from ..lossy.memory import LossyEngine
         from ..lossy.settings import memory_for
-        from ..placement import KVEngine, Placement
+        from ..native.kv import CacheLease, KVCache
+        from ..placement.placement import KVEngine, Placement
         from ..policies.registry import create
 
         settings, policy = KVSettings.from_native(config.settings), create(config.policy)
@@ -362,7 +362,7 @@ def _cycle(tokens: Sequence[int], n: int) -> list[int]:
 
 def _quiet_log() -> Any:
     """llama.cpp's log, kept for error messages and not printed."""
-    from .. import runtime
+    from ..native import runtime
 
     runtime.log.install()
     runtime.log.muted = True

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Final, get_args, get_type_hints
 
-from ..cachetypes import AUTO, GGML_TYPES
 from ..errors import KvtierError, SettingsError, UsageError
 from ..lossy.settings import MemorySettings, memory_for
+from ..model.cachetypes import AUTO, GGML_TYPES
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import LEAST_SHARE, KVSettings

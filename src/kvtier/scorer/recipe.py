@@ -90,7 +90,7 @@ def record_all(
 def _record_model(
     model: Path, texts: Sequence[Text], how: Segments, folder: Path, progress: Progress, stop: Callable[[], bool]
 ) -> None:
-    from ..tracing import Recorder
+    from ..engine.recording import Recorder
 
     recorder = Recorder(model, max(how.prefixes) + how.n_tokens + 64, how.n_threads)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...measuring.child import Child
 from ...measuring.config import Configuration, Opening, rope_for
 from ...measuring.errors import MeasuringError, WorkerError
-from ...models import sha256_of
+from ...model.names import sha256_of
 from ..rows import RowFile, row_key
 from ..run import Report, build_of
 from ..widened import ModelFile

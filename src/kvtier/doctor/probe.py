@@ -1,4 +1,4 @@
-"""Run as `python -m kvtier._probe`: loads llama.cpp and the plug-in, and prints what it finds as JSON, one line per step.
+"""Run as `python -m kvtier.doctor.probe`: loads llama.cpp and the plug-in, and prints what it finds as JSON, one line per step.
 
 It is a process of its own so that a library that crashes takes nobody with it: the last line says how far it came.
 """
@@ -71,15 +71,15 @@ def main() -> None:
     )
     _step("cpu", features=_cpu_features(libggml))
 
-    from . import _native, runtime
-    from .errors import KvtierError
+    from ..errors import KvtierError
+    from ..native import binding, runtime
 
     try:
         loaded = runtime.load()
     except KvtierError as err:
         _step("refused", message=err.message, hint=err.hint)
         return
-    _step("plugin", path=str(loaded.library), version=_native.version(), ggml=_native.ggml_version(), isa=_native.isa())
+    _step("plugin", path=str(loaded.library), version=binding.version(), ggml=binding.ggml_version(), isa=binding.isa())
     _step("devices", devices=_devices(libggml))
 
 

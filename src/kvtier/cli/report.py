@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .figures import Figures, TierFigures
-from .generation import Timing
-from .placement import PlacementFigures
-from .sizes import format_bytes, format_rate, format_seconds
+from ..engine.generation import Timing
+from ..figures import Figures, TierFigures
+from ..placement.placement import PlacementFigures
+from ..sizes import format_bytes, format_rate, format_seconds
 
 _PLACE: Mapping[str, str] = {
     "device": "in device memory",

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .errors import NativeError
-from .figures import TIERS, LayerFigures
+from ..errors import NativeError
+from ..figures import TIERS, LayerFigures
 from .kv import KVCache
 
 Floats = npt.NDArray[np.float32]

@@ -9,9 +9,9 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .figures import TIERS, Figures
-from .generation import Timing
-from .kv import KVCache
+from ..engine.generation import Timing
+from ..figures import TIERS, Figures
+from ..native.kv import KVCache
 
 SHARE_OF_MASS: Final = 0.9
 _SHOWN_TIERS: Final = ("device", "host", "disk", "remote")

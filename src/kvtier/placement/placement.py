@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from .errors import BusyError, KvtierError, PolicyError
-from .figures import UNLIMITED, Figures
-from .kv import KVCache, LayerMass
-from .pagekeys import PageKeys
-from .policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
-from .policies.base import (
+from ..errors import BusyError, KvtierError, PolicyError
+from ..figures import UNLIMITED, Figures
+from ..native.kv import KVCache, LayerMass
+from ..native.pagekeys import PageKeys
+from ..policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
+from ..policies.base import (
     GONE,
     HOST,
     PLAN_STEPS,
@@ -35,10 +35,10 @@ from .policies.base import (
     Policy,
     Telling,
 )
-from .policies.looks import LayerLook, Shape, Tracker
-from .policies.registry import DEFAULT, create
-from .policies.validate import check_plan
-from .settings import MASS_DECAY
+from ..policies.looks import LayerLook, Shape, Tracker
+from ..policies.registry import DEFAULT, create
+from ..policies.validate import check_plan
+from ..settings import MASS_DECAY
 
 TIME_LIMIT_S: Final = (
     5.0  # a sound policy takes a thousandth of it; on a machine with too much to do it may wait as long as it works

@@ -14,9 +14,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as api
 import numpy as np
 
-from . import _native, gguf, runtime
-from .cachetypes import GGML_TYPES, cache_types
-from .errors import (
+from ..errors import (
     CancelledError,
     ContextLengthError,
     DirectoryError,
@@ -26,16 +24,19 @@ from .errors import (
     UnsupportedError,
     from_code,
 )
-from .kv import CacheLease, KVCache
-from .lossy.batch import fitting_batch
-from .lossy.memory import LossyEngine, make_room
-from .lossy.settings import MemorySettings, memory_for
-from .modelshape import shape_of
-from .placement import KVEngine, Placement
-from .policies.base import Policy
-from .policies.registry import LOSSY_DEFAULT
-from .policies.registry import create as create_policy
-from .settings import KVSettings
+from ..lossy.batch import fitting_batch
+from ..lossy.memory import LossyEngine, make_room
+from ..lossy.settings import MemorySettings, memory_for
+from ..model import gguf
+from ..model.cachetypes import GGML_TYPES, cache_types
+from ..model.shape import shape_of
+from ..native import binding, runtime
+from ..native.kv import CacheLease, KVCache
+from ..placement.placement import KVEngine, Placement
+from ..policies.base import Policy
+from ..policies.registry import LOSSY_DEFAULT
+from ..policies.registry import create as create_policy
+from ..settings import KVSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +68,7 @@ class Llama(llama_cpp.Llama):
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
         n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is fewer.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
-            or become quantized, so that llama.cpp rotates what is rounded (see kvtier.cachetypes).
+            or become quantized, so that llama.cpp rotates what is rounded (see kvtier.model.cachetypes).
 
     Raises:
         GgufError: the file is missing or no usable model.
@@ -123,7 +124,7 @@ class Llama(llama_cpp.Llama):
 
         loaded = runtime.load()
         _make_dir(settings)
-        domain = _native.Domain(settings.to_native())
+        domain = binding.Domain(settings.to_native())
         try:
             self._load(loaded, domain, str(model_path), GGML_TYPES[nominal[0]], GGML_TYPES[nominal[1]], kwargs)
         except BaseException:
@@ -146,7 +147,7 @@ class Llama(llama_cpp.Llama):
     def _load(
         self,
         loaded: runtime.Runtime,
-        domain: _native.Domain,
+        domain: binding.Domain,
         model_path: str,
         type_k: int,
         type_v: int,
@@ -207,11 +208,11 @@ class Llama(llama_cpp.Llama):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            **super().__getstate__(),
+            **super().__getstate__(),  # type: ignore[no-untyped-call]
             "kv_settings": self._kv.settings,
             "policy": self._policy,
             "kv_memory": self._kv_memory,
-        }  # type: ignore[no-untyped-call]
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -223,7 +224,7 @@ class Llama(llama_cpp.Llama):
 class _Free:
     """Frees a model, then its domain. Does not hold the model's Python object, so that dropping that one frees all."""
 
-    def __init__(self, stack: Any, domain: _native.Domain) -> None:
+    def __init__(self, stack: Any, domain: binding.Domain) -> None:
         self._stack = stack
         self._domain = domain
 
@@ -235,7 +236,7 @@ class _Free:
 class _Decode:
     """LlamaContext.decode with typed errors."""
 
-    def __init__(self, context: Any, domain: _native.Domain) -> None:
+    def __init__(self, context: Any, domain: binding.Domain) -> None:
         self._context = context
         self._domain = domain
         self.on_tokens: Callable[[Sequence[int]], None] | None = None  # told which tokens each successful call decoded

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import llama_cpp
 import llama_cpp.llama_cpp as api
 
-from .errors import CancelledError, ContextLengthError
+from ..errors import CancelledError, ContextLengthError
 
 Finish = Literal["stop", "length", "context", "interrupted"]
 RANDOM_SEED: Final = 0xFFFFFFFF

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Final, NoReturn
 
-from .errors import GgufError
+from ..errors import GgufError
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from .errors import UsageError
+from ..errors import UsageError
+from ..settings import COMPACT, SUB_PAGE_TOKENS
 from .gguf import GgufHeader, TensorInfo
-from .modelshape import AttentionLayer, ModelShape, shape_of
-from .settings import COMPACT, SUB_PAGE_TOKENS
+from .shape import AttentionLayer, ModelShape, shape_of
 
 CELL_ALIGN: Final = 256  # llama.cpp rounds contexts and sliding caches up to this many cells
 HEAD_ALIGN_BYTES: Final = 64

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ._native import Domain, OffloadHook
-from .errors import NativeError
-from .figures import Figures, LayerFigures
-from .settings import KVSettings
+from ..errors import NativeError
+from ..figures import Figures, LayerFigures
+from ..settings import KVSettings
+from .binding import Domain, OffloadHook
 from .summary import Summary
 
 

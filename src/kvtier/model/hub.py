@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelFetchError, ModelNotFoundError
-from .models import FetchProgress, ProgressFn, sha256_of
+from ..errors import ModelFetchError, ModelNotFoundError
+from .names import FetchProgress, ProgressFn, sha256_of
 
 _QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")  # tried in this order when a repository holds several
 _INSTALL = 'Install it: pip install "kvtier[hf]"   (or: pip install huggingface-hub)'
 
 
 def fetch(repo: str, file: str | None, progress: ProgressFn | None) -> Path:
-    """See kvtier.models.fetch_hf."""
+    """See kvtier.model.names.fetch_hf."""
     name, _, quant = repo.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ModelNotFoundError(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from ..settings import WIDE_FORMATS, KVSettings
 from .gguf import GgufHeader
-from .modelshape import AttentionLayer, ModelShape, shape_of
-from .settings import WIDE_FORMATS, KVSettings
+from .shape import AttentionLayer, ModelShape, shape_of
 
 AUTO: Final = "auto"
 GGML_TYPES: Final = {

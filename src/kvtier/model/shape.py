@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .errors import GgufError
+from ..errors import GgufError
 from .gguf import ArrayInfo, GgufHeader
 
 _MAX_LAYERS: Final = 512

@@ -10,7 +10,7 @@ import jinja2
 import llama_cpp
 from llama_cpp import llama_chat_format
 
-from .errors import ChatTemplateError, KvtierError
+from ..errors import ChatTemplateError, KvtierError
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 

@@ -18,8 +18,8 @@ import cffi
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidArgumentError, LibraryError, NativeError, from_code
-from .figures import FORMATS, GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from ..errors import InvalidArgumentError, LibraryError, NativeError, from_code
+from ..figures import FORMATS, GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
 from .summary import Summary, SummaryCells, SummaryGroup
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
@@ -59,7 +59,7 @@ def library_path() -> Path:
 
 def header_path(library: Path) -> Path:
     """The header that describes `library`. Raises LibraryError if there is none."""
-    source_tree = Path(__file__).resolve().parents[2] / "csrc" / "include"
+    source_tree = Path(__file__).resolve().parents[3] / "csrc" / "include"
     folders = [
         library.parent.parent / "include",
         library.parent / "include",
@@ -76,7 +76,7 @@ def header_path(library: Path) -> Path:
 
 
 def _package_folders() -> list[Path]:
-    package = sys.modules[__package__ or "kvtier"]
+    package = sys.modules[__name__.partition(".")[0]]
     return [Path(folder) for folder in package.__path__]
 
 
@@ -409,7 +409,7 @@ def _hook(hook: OffloadHook | None) -> Any:
 
 def _loaded() -> Any:
     if _lib is None:
-        raise LibraryError("the native library is not loaded yet", "Call kvtier.runtime.load() first.")
+        raise LibraryError("the native library is not loaded yet", "Call kvtier.native.runtime.load() first.")
     return _lib
 
 

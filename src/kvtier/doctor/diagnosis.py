@@ -1,6 +1,6 @@
 """Is this installation sound, and what can this machine do? A list of findings; `kvtier doctor` prints them.
 
-Whatever loads native code is done in a child process (`kvtier._probe`), so that a crash is a finding and not the end.
+Whatever loads native code is done in a child process (`kvtier.doctor.probe`), so that a crash is a finding and not the end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import hardware
-from .sizes import format_bytes
+from ..machine import hardware
+from ..sizes import format_bytes
 
 Status = Literal["ok", "warn", "fail"]
 MIN_PYTHON: Final = (3, 10)
@@ -66,9 +66,9 @@ def diagnose(kv_dir: Path) -> list[Finding]:
     return findings
 
 
-def run_probe(command: tuple[str, ...] = (sys.executable, "-m", "kvtier._probe")) -> ProbeResult:
+def run_probe(command: tuple[str, ...] = (sys.executable, "-m", "kvtier.doctor.probe")) -> ProbeResult:
     """Load llama.cpp and the plug-in in a child process."""
-    source = str(Path(__file__).resolve().parent.parent)  # the child finds the same package, however this one was found
+    source = str(Path(__file__).resolve().parents[2])  # the child finds the same package, however this one was found
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH", "")) if p)}
     try:
         child = subprocess.run(

@@ -18,8 +18,9 @@ from typing import Any, Final
 import llama_cpp
 import llama_cpp.llama_cpp as api
 
-from . import _native, hardware
-from .errors import KvtierError, LibraryError, LlamaError
+from ..errors import KvtierError, LibraryError, LlamaError
+from ..machine import hardware
+from . import binding
 
 DEVICE_NAME: Final = b"KVT0"
 LOG_LINES: Final = 200
@@ -108,7 +109,7 @@ def load() -> Runtime:
             _refuse_the_amx_trap()
             api.llama_backend_init()
             with log.quiet():
-                _runtime = _load_plugin(_native.library_path())
+                _runtime = _load_plugin(binding.library_path())
         return _runtime
 
 
@@ -148,15 +149,15 @@ def _load_plugin(path: Path) -> Runtime:
             f"llama-cpp-python {llama_cpp.__version__} did not accept the native library {path}: {reason}",
             "Install a llama-cpp-python that this version of kvtier supports (`kvtier doctor` says which).",
         )
-    _native.load()
+    binding.load()
     return Runtime(path, int(device))
 
 
 def _refusal() -> str:
     """Why the library refused this ggml, if it can be opened at all."""
     try:
-        _native.load()
-        return _native.last_error()
+        binding.load()
+        return binding.last_error()
     except LibraryError as err:
         return err.message
 
@@ -194,16 +195,16 @@ def device_array(device: int) -> ctypes.Array[ctypes.c_void_p]:
 
 
 @contextmanager
-def bound(domain: _native.Domain) -> Iterator[None]:
+def bound(domain: binding.Domain) -> Iterator[None]:
     """Caches that this thread allocates in the block belong to `domain`."""
     domain.bind()
     try:
         yield
     finally:
-        _native.Domain.unbind()
+        binding.Domain.unbind()
 
 
-def llama_error(what: str, domain: _native.Domain | None) -> KvtierError:
+def llama_error(what: str, domain: binding.Domain | None) -> KvtierError:
     """The typed error for a failure of llama.cpp: the native library's own if there is one, else what was logged."""
     error = domain.last_error() if domain is not None and domain.is_open else None
     if error is not None:

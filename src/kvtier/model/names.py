@@ -25,12 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import platformdirs
-
-from .errors import KvtierError, ModelFetchError, ModelNotFoundError
+from ..errors import KvtierError, ModelFetchError, ModelNotFoundError
+from ..folders import CACHE_ENV, cache_dir
 
 TABLE: Final = Path(__file__).with_name("models.txt")
-CACHE_ENV: Final = "KVTIER_CACHE_DIR"
 _BLOCK: Final = 1 << 20
 
 
@@ -116,16 +114,10 @@ def _parse_line(table: Path, number: int, line: str) -> ModelEntry:
         ) from err
 
 
-def cache_dir() -> Path:
-    """The user's cache folder of kvtier (KVTIER_CACHE_DIR overrides it). Not created here."""
-    override = os.environ.get(CACHE_ENV)
-    return Path(override).expanduser() if override else Path(platformdirs.user_cache_path("kvtier"))
-
-
 def cached_path(entry: ModelEntry) -> Path | None:
     """Where the model lies in the cache, or None. The size is checked here, the SHA-256 when it was fetched."""
     if entry.kind == "hf":
-        from ._hub import cached as hub_cached
+        from .hub import cached as hub_cached
 
         return hub_cached(entry.sources[0].package, entry.sources[0].file)
     path = _target(entry)
@@ -381,6 +373,6 @@ def fetch_hf(repo: str, file: str | None = None, *, progress: ProgressFn | None 
     parts of a split model are fetched. The SHA-256 that the repository publishes is checked. Raises UsageError
     (ModelNotFoundError) for a malformed name and ModelFetchError for everything else.
     """
-    from ._hub import fetch as hub_fetch
+    from .hub import fetch as hub_fetch
 
     return hub_fetch(repo, file, progress)

@@ -10,13 +10,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .errors import UsageError
-from .kv import LayerMass
+from ..errors import UsageError
+from ..native.kv import LayerMass
+from ..native.pagekeys import PageKeys
+from ..policies.base import GONE
+from ..settings import MASS_DECAY, KVSettings
+from ..trace import TraceHeader, TraceWriter
 from .llama import Llama
-from .pagekeys import PageKeys
-from .policies.base import GONE
-from .settings import MASS_DECAY, KVSettings
-from .trace import TraceHeader, TraceWriter
 
 PAGE_FEATURES: Final = ("key_norm", "value_norm", "key_novelty")
 _UBATCH: Final = 512

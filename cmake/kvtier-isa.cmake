@@ -5,6 +5,10 @@ set(kvt_flags_avx2       -mavx2 -mfma -mf16c)
 set(kvt_flags_avx512     -mavx512f -mavx512bw -mavx512vl -mavx512dq ${kvt_flags_avx2})
 set(kvt_flags_avx512vnni ${kvt_flags_avx512} -mavx512vnni)
 
+# A multiply and an add stay two operations unless the code says fma: which of them a compiler would fuse depends on the
+# code around them, and a row must have the same bits in every kernel (docs/architecture.md).
+set(kvt_flags_arithmetic -ffp-contract=off)
+
 # Drops the kernel files of other architectures from the list named `sources_var` and sets the flags of those that stay.
 function(kvt_isa_sources sources_var)
     set(kept "")
@@ -21,6 +25,7 @@ function(kvt_isa_sources sources_var)
                 continue()
             endif()
         endif()
+        set_property(SOURCE "${source}" APPEND PROPERTY COMPILE_OPTIONS "${kvt_flags_arithmetic}")
         list(APPEND kept "${source}")
     endforeach()
     set(${sources_var} "${kept}" PARENT_SCOPE)

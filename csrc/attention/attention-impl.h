@@ -9,6 +9,7 @@
 
 #include "../include/kvtier-errors.h"
 #include "kernels.h"
+#include "segments.h"
 #include "team.h"
 
 #define KVT_LOG2E 1.44269504088896341f
@@ -39,7 +40,7 @@ struct kvt_attention {
     int n_threads;
     struct kvt_attention_stats stats;
     struct kvt_visibility vis; // for ops that bring none
-    struct kvt_buf pages, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
+    struct kvt_buf pages, pieces, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
     const uint32_t * pages_read; // of the last op, in `pages`
     size_t n_pages_read;
 };
@@ -107,7 +108,6 @@ static inline uint32_t kvt_job_lost(const struct kvt_job * j, size_t sub) {
     const uint32_t * words = j->lost ? j->lost[sub / j->subs_per_page] : NULL;
     return words ? words[sub % j->subs_per_page] : 0;
 }
-void kvt_hide_lost(float * s, uint32_t lost); // -inf where a bit is set
 static inline void kvt_job_fail(struct kvt_job * j, int code) {
     int none = 0;
     j->error.compare_exchange_strong(none, code);
@@ -118,8 +118,10 @@ static inline const uint8_t * kvt_job_keys(const struct kvt_job * j, int h, size
     return kvt_keys_sub(j->op->keys, h, (size_t) j->op->page_first * j->subs_per_page + sub);
 }
 
-// Rows of all KV heads [n_head_kv], scaled; `quantized`: with the 16-bit form
-int kvt_queries_prepare(struct kvt_job * j, bool quantized, struct kvt_q_rows ** out);
+// ---- queries.cpp ----
+
+// Rows of all KV heads [n_head_kv], scaled; with the 16-bit form where the operation meets quantized keys
+int kvt_queries_prepare(struct kvt_job * j, struct kvt_q_rows ** out);
 int kvt_recall_run(struct kvt_job * j); // pins its pages itself
 // one row of d values (a multiple of 32) in its 16-bit form: see kvt_q_rows
 void kvt_quantize_row(const float * row, int n_blocks, int32_t * pair, float * step, int32_t * sum);
@@ -127,15 +129,53 @@ void kvt_quantize_row(const float * row, int n_blocks, int32_t * pair, float * s
 int kvt_decode_run(struct kvt_job * j);
 int kvt_prefill_run(struct kvt_job * j);
 
-// Combines n_parts partial states of one row (strides in rows of the states' arrays), takes the sink in, writes dst and
-// returns the final exponent and 1/sum.
+// ---- pieces.cpp ----
+
+// Visible pages that share no segment (segments.h) with others: what one thread reads in one go, a segment after the
+// other. Pages larger than a segment make pieces of several.
+struct kvt_piece {
+    size_t first, end; // positions in j->pages
+    size_t state0;     // number of its first segment's state, of all that the operation has
+    size_t n_states;   // segments from its first sub to its last
+    size_t sub0;       // first sub of its first page
+    size_t n_missing;  // pages that have to be read
+};
+int kvt_pieces_cut(struct kvt_job * j, struct kvt_piece ** out, size_t * out_n, size_t * out_n_states);
+// number of the state of a sub of the piece
+static inline size_t kvt_piece_state(const struct kvt_piece * p, size_t sub) {
+    size_t state = p->state0;
+    for (size_t end = kvt_segment_end(p->sub0); sub >= end && p->n_states > 1; end = kvt_segment_end(end)) state++;
+    return state;
+}
+
+// ---- rows.cpp ----
+
+// Scores of one sub, of rows row0 .. row0+n_rows-1 of KV head h, become weights; the rows' states move. cls: what these
+// rows' queries see of it
+void kvt_weigh_sub(const struct kvt_job * j, float * s, size_t ld, int h, int64_t row0, int n_rows, size_t sub, int cls,
+    uint32_t lost, const struct kvt_row_state * st);
+// A row's state of one segment.
 struct kvt_partial {
     const float * m;
     const float * l;
     const float * o;
 };
-void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query,
-    float * tmp, float * out_m, float * out_f);
+// The state of the segments so far, relative to *m, takes in the next one's.
+void kvt_state_join(const struct kvt_job * j, const struct kvt_partial * part, float * m, float * l, float * o);
+// All segments of one row, joined first to last; then the sink, dst, and the final exponent and 1/sum for the mass.
+struct kvt_row_sum {
+    float m;
+    float l[KVT_SUM_LANES];
+    float * o; // [d_v_pad]
+};
+void kvt_row_begin(const struct kvt_job * j, struct kvt_row_sum * sum, float * o);
+static inline void kvt_row_join(const struct kvt_job * j, struct kvt_row_sum * sum, struct kvt_partial part) {
+    kvt_state_join(j, &part, &sum->m, sum->l, sum->o);
+}
+void kvt_row_end(
+    const struct kvt_job * j, struct kvt_row_sum * sum, int head, int64_t query, float * out_m, float * out_f);
+
+// ---- mass.cpp ----
 
 int kvt_mass_prepare(struct kvt_job * j, int64_t n_queries); // takes the memory for n_queries queries
 int kvt_mass_apply(struct kvt_job * j);                      // after final_m and final_f are set

@@ -1,4 +1,4 @@
-// The operation: which pages are visible, pinning them, the choice of driver, and the end of a row.
+// The operation: which pages are visible, pinning them, and the choice of driver.
 
 #include "summary-impl.h"
 
@@ -30,8 +30,8 @@ extern "C" int kvt_attention_create(struct kvt_attention ** out, int n_threads) 
 
 extern "C" void kvt_attention_free(struct kvt_attention * a) {
     if (!a) return;
-    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->q, &a->state, &a->tiles, &a->slots, &a->probs,
-        &a->mass, &a->recall, &a->bounds, &a->lost, &a->summary };
+    struct kvt_buf * all[] = { &a->vis.cls, &a->vis.any, &a->pages, &a->pieces, &a->q, &a->state, &a->tiles, &a->slots,
+        &a->probs, &a->mass, &a->recall, &a->bounds, &a->lost, &a->summary };
     for (struct kvt_buf * b : all) kvt_buf_free(b);
     free(a);
 }
@@ -143,37 +143,6 @@ static int pin_pages(struct kvt_job * j) {
         j->refs[j->missing[i]].page = j->pages[j->missing[i]];
     }
     return leave_out_gone(j, n_all);
-}
-
-void kvt_hide_lost(float * s, uint32_t lost) {
-    for (int t = 0; lost; t++, lost >>= 1) {
-        if (lost & 1) s[t] = -INFINITY;
-    }
-}
-
-void kvt_row_finish(const struct kvt_job * j, const struct kvt_partial * parts, int n_parts, int head, int64_t query,
-    float * tmp, float * out_m, float * out_f) {
-    const struct kvt_attention_op * op = j->op;
-    float m = -INFINITY, l = 0.0f;
-    for (int i = 0; i < n_parts; i++) m = parts[i].m[0] > m ? parts[i].m[0] : m;
-    const bool empty = m == -INFINITY;
-    if (!empty && op->sinks && op->sinks[head] * KVT_LOG2E > m) m = op->sinks[head] * KVT_LOG2E;
-    memset(tmp, 0, (size_t) j->d_v_pad * sizeof(float));
-    for (int i = 0; i < n_parts && !empty; i++) {
-        if (parts[i].m[0] == -INFINITY) continue;
-        const float f = exp2f(parts[i].m[0] - m);
-        float sum = 0.0f;
-        for (int k = 0; k < KVT_SUM_LANES; k++) sum += parts[i].l[k];
-        l += f * sum;
-        j->k->add_scaled(tmp, parts[i].o, j->d_v_pad, f);
-    }
-    if (!empty && op->sinks) l += exp2f(op->sinks[head] * KVT_LOG2E - m);
-    const float f = empty || l == 0.0f ? 0.0f : 1.0f / l;
-    j->k->scale(tmp, j->d_v_pad, f);
-    memcpy(op->dst + (size_t) query * op->dst_nb_query + (size_t) head * op->dst_nb_head, tmp,
-        (size_t) op->d_v_out * sizeof(float));
-    if (out_m) *out_m = m;
-    if (out_f) *out_f = f;
 }
 
 extern "C" int kvt_attention_run(struct kvt_attention * a, const struct kvt_attention_op * op) {

@@ -3,14 +3,13 @@
 // The table of kernels of one instruction set, and what the drivers share. Scores are in base 2 throughout: the driver
 // folds log2(e) into q, slopes and sinks, so that the softmax is 2^(s - m). Everything accumulates in F32.
 //
-// "Rows" are the queries of one KV head: row r = query*G + g for the G query heads that share the KV head.
-// A "sub" is 32 tokens of one KV head (format.h). A tile is up to KVT_TILE_SUBS subs converted to F32.
+// One set of kernels serves decode and prefill, so that a row gets the same bits in both: docs/architecture.md has the
+// contract. "Rows" are the queries of one KV head: row r = query*G + g for the G query heads that share the KV head.
+// A "sub" is 32 tokens of one KV head (format.h).
 
 #include "attention.h"
 
-#define KVT_ROW_GROUP   12 // rows of a prefill micro-kernel call
-#define KVT_TILE_SUBS   4  // subs of a prefill tile
-#define KVT_TILE_TOKENS (KVT_TILE_SUBS * KVT_SUB)
+#define KVT_ROW_GROUP   12 // rows of prefill that meet a sub together
 #define KVT_DECODE_ROWS 16 // up to so many rows per KV head take the decode path
 
 // Rows of one KV head, scaled. The 16-bit form serves quantized keys: per block of 32 channels q = step*q16, stored as
@@ -33,10 +32,13 @@ struct kvt_row_state {
     int32_t d_v_pad;
 };
 
+static inline size_t kvt_tile_k_floats(int d_k) { return (size_t) d_k * KVT_SUB; }
+static inline size_t kvt_tile_v_floats(int d_v_pad) { return (size_t) d_v_pad * (KVT_SUB + 2); } // with scales
+
 struct kvt_kernels {
     const char * name;
 
-    // decode, per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1, as many as there are.
+    // per format: s[r*ld + t] = q_r . K_t, rows r0 .. r0+n_rows-1, as many as there are.
     // `next` is memory to prefetch while reading (as long as what is read); any readable address.
     void (*scores[KVT_FORMAT_COUNT])(
         const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next);
@@ -44,21 +46,26 @@ struct kvt_kernels {
     void (*accumulate[KVT_FORMAT_COUNT])(
         const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next);
 
-    // prefill: tiles to F32. k: [d_k][32]; v: [32][d_v_pad]
-    void (*load_k[KVT_FORMAT_COUNT])(const void * k_sub, int d_k, float * out);
-    void (*load_v[KVT_FORMAT_COUNT])(const void * v_sub, int d_v_pad, float * out);
-    void (*transpose)(const float * k_tile, int d, int d_pad, float * v_tile); // [d][32] to [32][d_pad], zeros behind d
-    // KVT_ROW_GROUP rows: s[r*ld + t] = q . K over one sub; q_pack is [d_k][KVT_ROW_GROUP]
-    void (*gemm_scores)(const float * q_pack, const float * k_tile, int d_k, float * s, size_t ld);
-    // KVT_ROW_GROUP rows: o[r*d_v_pad + c] += sum over n_tokens of p[r*ld + t] * v_tile[t*d_v_pad + c]
-    void (*gemm_accumulate)(const float * p, size_t ld, int n_tokens, const float * v_tile, int d_v_pad, float * o);
+    // A tile is a sub unpacked for many rows: kvt_tile_k_floats and kvt_tile_v_floats of them. Scores and sums over it are
+    // those over the sub, bit for bit.
+    void (*scores_tile[KVT_FORMAT_COUNT])(
+        const struct kvt_q_rows * q, int r0, int n_rows, const void * k_tile, float * s, size_t ld, const char * next);
+    void (*accumulate_tile[KVT_FORMAT_COUNT])(
+        const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_tile, float * o, const char * next);
+    void (*tile_k[KVT_FORMAT_COUNT])(const void * k_sub, int d_k, float * tile);
+    void (*tile_v[KVT_FORMAT_COUNT])(const void * v_sub, int d_v_pad, float * tile);
 
-    // both
-    void (*softcap)(float * s, size_t ld, int n_rows, int n_tokens, float cap); // s = cap*tanh(s)
+    // keys that are values too, to F32: k is [d_k][32]
+    void (*load_k[KVT_FORMAT_COUNT])(const void * k_sub, int d_k, float * out);
+    void (*transpose)(const float * k_tile, int d, int d_pad, float * v_tile); // [d][32] to [32][d_pad], zeros behind d
+
+    // one sub: s = cap*tanh(s)
+    void (*softcap)(float * s, size_t ld, int n_rows, float cap);
     // one row of one sub: s[t] += slope*mask[t]; -inf where the mask is -inf and from n_valid on. mask may be NULL
     void (*mask_add)(float * s, const uint16_t * mask, float slope, int n_valid);
-    // s becomes 2^(s - m) with the rows' (possibly moved) reference exponents, l and o are brought up to date
-    void (*softmax)(float * s, size_t ld, int n_rows, int n_tokens, const struct kvt_row_state * st);
+    // one sub: s becomes 2^(s - m) with the rows' (possibly moved) reference exponents, l and o are brought up to date
+    void (*softmax)(float * s, size_t ld, int n_rows, const struct kvt_row_state * st);
+    float (*exp2_one)(float x); // 2^x for x <= 127, as softmax has it
     // x[i] *= f
     void (*scale)(float * x, int n, float f);
     // x[i] += f*y[i]

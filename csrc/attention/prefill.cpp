@@ -1,14 +1,15 @@
-// Prefill: many rows. Tiles of up to 128 tokens are converted to F32 once per task and meet a block of query rows in
-// register-blocked products, under a running softmax. Tasks are (KV head, block of rows, part of the pages). Where
-// every page is resident they are done in one go; else in chunks of pages, those that have to be read copied into
-// memory of ours, so that no thread ever holds more than one page of the store while it waits for another.
+// Prefill: many rows. Tasks are (KV head, block of rows), and where those are few also (piece of the visible pages). A
+// task goes through the pages in order, some subs at a time, which meet the block's groups of rows while they are in the
+// processor's caches: with the kernels of decode, so that a row gets the same bits. Where every page is resident this is
+// done in one go; else in chunks of pages, those that have to be read copied into memory of ours, so that no thread ever
+// holds more than one page of the store while it waits for another.
 //
-// As in decode, the order of all sums follows from the list of visible pages alone: tiles never cross a multiple of
-// CHUNK pages, parts begin at one, and their number does not depend on the threads.
+// A row's running softmax begins anew with each segment (segments.h). A task that sees all pages joins the segment that
+// has ended with those before it at once; tasks of pieces leave a state for each segment, joined at the end.
 
 #include "summary-impl.h"
 
-enum { GROUPS_PER_BLOCK = 8, MANY_GROUPS = 256, CHUNK = 32, MAX_SPLITS = 64 };
+enum { GROUPS_PER_BLOCK = 8, MANY_GROUPS = 256, CHUNK = 32, TILE_SUBS = 4, TASKS_PER_THREAD = 4 };
 
 // page: within the stream; lost: by sub, bits of lost cells, or NULL
 struct chunk_page {
@@ -20,117 +21,139 @@ struct chunk_page {
 
 struct prefill {
     struct kvt_job * j;
+    struct kvt_q_rows * q;     // [n_head_kv]
     size_t n_groups, n_blocks; // row groups per KV head; blocks of groups
-    size_t groups_per_block;   // a tile is converted once per block: larger where there are rows enough
-    int n_splits;
-    float * q_pack;   // [n_head_kv][n_groups][d_k][KVT_ROW_GROUP]
-    float *m, *l, *o; // [n_splits][n_head_kv][n_groups*KVT_ROW_GROUP]([d_v_pad])
+    size_t groups_per_block;   // more: a page is read less often; fewer: more tasks
+    size_t rows_pad;           // n_groups*KVT_ROW_GROUP
+    struct kvt_piece * pieces;
+    size_t n_pieces; // 1 piece of all pages, or those of pieces.cpp
+    bool by_piece;
+    size_t n_states;      // of every row: its segments; or the running segment, and all before it
+    float *m, *l, *o;     // [n_states][n_head_kv][rows_pad]([d_v_pad])
+    size_t * segment_end; // [n_head_kv][n_blocks] of the running segment; 0: none yet
     float * tiles;
     size_t tile_floats;            // per thread
-    size_t split_pages;            // pages of a part, a multiple of CHUNK
     struct chunk_page * chunk;     // [j->n_pages], by position in j->pages
     size_t chunk_first, chunk_end; // positions at hand
     uint8_t * slots;
     size_t slot_bytes; // [CHUNK], for pages that had to be read
     struct kvt_page_layout * slot_layout;
     uint32_t * slot_lost; // [CHUNK][subs_per_page]
-    std::atomic<uint64_t> k_bytes, v_bytes;
+};
+
+// A block of rows of one KV head.
+struct block {
+    int h;
+    size_t i, g0, g1;  // its number; its groups
+    size_t vis0, vis1; // visibility blocks of its queries
+};
+
+struct tile_sub {
+    size_t sub;
+    const void *k, *v; // NULL: the page is absent, all zeros
+    void (*scores)(
+        const struct kvt_q_rows * q, int r0, int n_rows, const void * k, float * s, size_t ld, const char * next);
+    void (*accumulate)(
+        const float * p, size_t ld, int n_rows, int d_v_pad, const void * v, float * o, const char * next);
+    uint32_t lost;
 };
 
 struct tile {
     int n_subs;
-    size_t sub[KVT_TILE_SUBS];
-    uint8_t cls[KVT_TILE_SUBS];
-    uint32_t lost[KVT_TILE_SUBS];
-    bool any_mixed;
-    float *k, *v, *s; // [n_subs][d_k][32], [n_subs*32][d_v_pad], [KVT_ROW_GROUP][KVT_TILE_TOKENS]
+    struct tile_sub sub[TILE_SUBS];
+    float *s, *row;  // [KVT_ROW_GROUP][32]; a row's output
+    float *k, *v;    // [TILE_SUBS] tiles
+    float * turning; // MLA: a sub's keys
 };
 
-static size_t state_row(const struct prefill * p, int split, int h, size_t row) {
-    return ((size_t) split * p->j->op->geo.n_head_kv + h) * p->n_groups * KVT_ROW_GROUP + row;
+static struct kvt_row_state state_rows(const struct prefill * p, size_t state, int h, size_t row) {
+    const struct kvt_job * j = p->j;
+    const size_t at = (state * j->op->geo.n_head_kv + h) * p->rows_pad + row;
+    return { p->m + at, p->l + at * KVT_SUM_LANES, p->o + at * j->d_v_pad, j->d_v_pad };
 }
 
-// ---- queries ----
+static void clear_rows(const struct kvt_row_state * st, size_t n) {
+    for (size_t i = 0; i < n; i++) st->m[i] = -INFINITY;
+    memset(st->l, 0, n * KVT_SUM_LANES * sizeof(float));
+    memset(st->o, 0, n * st->d_v_pad * sizeof(float));
+}
 
-static void pack_q(void * arg, int ith, int nth) {
-    (void) ith;
-    (void) nth;
-    struct prefill * p = (struct prefill *) arg;
-    struct kvt_job * j = p->j;
-    const int32_t d_k = j->op->geo.d_k;
-    const float scale = kvt_job_q_scale(j->op);
-    for (;;) {
-        const size_t task = j->next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= p->n_groups * j->op->geo.n_head_kv) return;
-        const int h = (int) (task / p->n_groups);
-        const size_t g = task % p->n_groups;
-        float * out = p->q_pack + task * (size_t) d_k * KVT_ROW_GROUP;
-        for (int i = 0; i < KVT_ROW_GROUP; i++) {
-            const int64_t row = (int64_t) g * KVT_ROW_GROUP + i;
-            const float * q = row < j->n_rows
-                ? kvt_job_q(j->op, row / j->n_group, h * j->n_group + (int) (row % j->n_group))
-                : NULL;
-            for (int c = 0; c < d_k; c++) out[(size_t) c * KVT_ROW_GROUP + i] = q ? q[c] * scale : 0.0f;
-        }
+// ---- segments ----
+
+enum { RUNNING = 0, BEFORE = 1 };
+
+// The running segment of the block's rows ends: what is before it takes it in.
+static void end_segment(const struct prefill * p, const struct block * b) {
+    const size_t row0 = b->g0 * KVT_ROW_GROUP, n = (b->g1 - b->g0) * KVT_ROW_GROUP;
+    const struct kvt_row_state run = state_rows(p, RUNNING, b->h, row0), before = state_rows(p, BEFORE, b->h, row0);
+    for (size_t r = 0; r < n; r++) {
+        if (run.m[r] == -INFINITY) continue;
+        float *l = run.l + r * KVT_SUM_LANES, *o = run.o + r * run.d_v_pad;
+        const struct kvt_partial part = { &run.m[r], l, o };
+        kvt_state_join(p->j, &part, &before.m[r], before.l + r * KVT_SUM_LANES, before.o + r * run.d_v_pad);
+        const struct kvt_row_state one = { &run.m[r], l, o, run.d_v_pad };
+        clear_rows(&one, 1);
     }
+}
+
+// the number of the state that the block's rows have in the segment of `sub`
+static size_t enter_segment(
+    const struct prefill * p, const struct block * b, const struct kvt_piece * piece, size_t sub) {
+    if (p->by_piece) return kvt_piece_state(piece, sub);
+    size_t * end = &p->segment_end[(size_t) b->h * p->n_blocks + b->i];
+    if (sub >= *end) {
+        if (*end) end_segment(p, b);
+        *end = kvt_segment_end(sub);
+    }
+    return RUNNING;
 }
 
 // ---- tiles ----
 
 static uint32_t lost_cells(const struct chunk_page * pg, int i_sub) { return pg->lost ? pg->lost[i_sub] : 0; }
 
-static void load_sub(const struct prefill * p, struct tile * t, int h, const struct chunk_page * pg, int i_sub,
-    size_t sub, uint8_t cls) {
+// A sub that few rows meet is not worth a tile.
+static void load_sub(const struct prefill * p, struct tile * t, const struct block * b, const struct chunk_page * pg,
+    int i_sub, size_t sub) {
     const struct kvt_job * j = p->j;
-    const int32_t d_k = j->op->geo.d_k;
-    float *k = t->k + (size_t) t->n_subs * d_k * KVT_SUB, *v = t->v + (size_t) t->n_subs * KVT_SUB * j->d_v_pad;
-    if (pg->data) {
-        const struct kvt_keys * keys = j->op->keys;
-        const uint8_t * k_sub = keys ? kvt_job_keys(j, h, sub) : pg->data + kvt_k_sub_off(pg->layout, h, i_sub);
-        j->k->load_k[keys ? keys->layout.fmt_k : pg->layout->fmt_k](k_sub, d_k, k);
-        if (j->op->geo.d_v) {
-            j->k->load_v[pg->layout->fmt_v](pg->data + kvt_v_sub_off(pg->layout, h, i_sub), j->d_v_pad, v);
-        } else {
-            j->k->transpose(k, j->op->d_v_out, j->d_v_pad, v);
-        }
+    const struct kvt_kernels * kern = j->k;
+    const size_t i = (size_t) t->n_subs++;
+    struct tile_sub * x = &t->sub[i];
+    *x = { sub, NULL, NULL, NULL, NULL, lost_cells(pg, i_sub) };
+    if (!pg->data) return;
+    const struct kvt_keys * keys = j->op->keys;
+    const bool tiles = b->g1 - b->g0 > 1;
+    const int fmt_k = keys ? keys->layout.fmt_k : pg->layout->fmt_k, fmt_v = pg->layout->fmt_v;
+    x->k = keys ? kvt_job_keys(j, b->h, sub) : pg->data + kvt_k_sub_off(pg->layout, b->h, i_sub);
+    x->scores = tiles ? kern->scores_tile[fmt_k] : kern->scores[fmt_k];
+    float * v = t->v + i * kvt_tile_v_floats(j->d_v_pad);
+    if (!j->op->geo.d_v) {
+        kern->load_k[fmt_k](x->k, j->op->geo.d_k, t->turning);
+        kern->transpose(t->turning, j->op->d_v_out, j->d_v_pad, v);
+        x->v = v;
+        x->accumulate = kern->accumulate_tile[KVT_FORMAT_F32];
     } else {
-        memset(k, 0, (size_t) d_k * KVT_SUB * sizeof(float));
-        memset(v, 0, (size_t) j->d_v_pad * KVT_SUB * sizeof(float));
+        x->v = pg->data + kvt_v_sub_off(pg->layout, b->h, i_sub);
+        x->accumulate = tiles ? kern->accumulate_tile[fmt_v] : kern->accumulate[fmt_v];
+        if (tiles) kern->tile_v[fmt_v](x->v, j->d_v_pad, v);
+        if (tiles) x->v = v;
     }
-    t->sub[t->n_subs] = sub;
-    t->cls[t->n_subs] = cls;
-    t->lost[t->n_subs] = lost_cells(pg, i_sub);
-    t->any_mixed |= cls == KVT_VIS_MIXED || t->lost[t->n_subs];
-    t->n_subs++;
-}
-
-static void mask_group(const struct kvt_job * j, const struct tile * t, int h, int64_t row0, int n_valid_rows) {
-    for (int i = 0; i < t->n_subs; i++) {
-        for (int r = 0; t->lost[i] && r < n_valid_rows; r++)
-            kvt_hide_lost(t->s + (size_t) r * KVT_TILE_TOKENS + i * KVT_SUB, t->lost[i]);
-        if (t->cls[i] != KVT_VIS_MIXED) continue;
-        const int n_valid = kvt_job_n_valid(j->op, t->sub[i]);
-        for (int r = 0; r < n_valid_rows; r++) {
-            const int head = h * j->n_group + (int) ((row0 + r) % j->n_group);
-            const uint16_t * mask = kvt_job_mask(j->op, (row0 + r) / j->n_group, head);
-            j->k->mask_add(t->s + (size_t) r * KVT_TILE_TOKENS + i * KVT_SUB, mask ? mask + t->sub[i] * KVT_SUB : NULL,
-                kvt_job_slope(j->op, head), n_valid);
-        }
+    if (tiles) {
+        float * k = t->k + i * kvt_tile_k_floats(j->op->geo.d_k);
+        kern->tile_k[fmt_k](x->k, j->op->geo.d_k, k);
+        x->k = k;
     }
 }
 
 // keeps the weights of the last query's rows
 static void keep_probs(
-    const struct kvt_job * j, const struct tile * t, int h, int64_t row0, int n_valid_rows, const float * m) {
+    const struct kvt_job * j, const float * s, size_t sub, int h, int64_t row0, int n_rows, const float * m) {
     const int64_t first = j->n_rows - j->n_group;
-    for (int r = 0; r < n_valid_rows; r++) {
+    for (int r = 0; r < n_rows; r++) {
         if (row0 + r < first) continue;
         const size_t out = (size_t) h * j->n_group + (size_t) (row0 + r - first);
-        for (int i = 0; i < t->n_subs; i++) {
-            memcpy(j->probs + out * j->ld_probs + t->sub[i] * KVT_SUB,
-                t->s + (size_t) r * KVT_TILE_TOKENS + i * KVT_SUB, KVT_SUB * sizeof(float));
-            j->probs_m[out * j->ld_probs_m + t->sub[i]] = m[r];
-        }
+        memcpy(j->probs + out * j->ld_probs + sub * KVT_SUB, s + (size_t) r * KVT_SUB, KVT_SUB * sizeof(float));
+        j->probs_m[out * j->ld_probs_m + sub] = m[r];
     }
 }
 
@@ -143,65 +166,67 @@ static uint8_t block_class(const struct kvt_job * j, size_t b0, size_t b1, size_
     return first;
 }
 
-static bool group_sees(const struct kvt_job * j, const struct tile * t, int64_t row0, int n_valid_rows) {
-    const size_t b0 = (size_t) (row0 / j->n_group) / KVT_VIS_BLOCK,
-                 b1 = (size_t) ((row0 + n_valid_rows - 1) / j->n_group) / KVT_VIS_BLOCK;
-    for (int i = 0; i < t->n_subs; i++) {
-        if (block_class(j, b0, b1, t->sub[i]) != KVT_VIS_NONE) return true;
+static size_t vis_block(const struct kvt_job * j, int64_t row) { return (size_t) (row / j->n_group) / KVT_VIS_BLOCK; }
+
+// one sub against the rows row0 .. row0+n_rows-1; `next`: what is read after it
+static void do_sub(const struct prefill * p, const struct tile * t, const struct tile_sub * x,
+    const struct tile_sub * next, const struct block * b, size_t state, int64_t row0, int n_rows) {
+    const struct kvt_job * j = p->j;
+    const uint8_t cls = block_class(j, vis_block(j, row0), vis_block(j, row0 + n_rows - 1), x->sub);
+    if (cls == KVT_VIS_NONE) return;
+    if (x->k) {
+        x->scores(&p->q[b->h], (int) row0, n_rows, x->k, t->s, KVT_SUB, (const char *) (next->k ? next->k : x->k));
+    } else {
+        memset(t->s, 0, (size_t) n_rows * KVT_SUB * sizeof(float));
     }
-    return false;
+    const struct kvt_row_state st = state_rows(p, state, b->h, (size_t) row0);
+    kvt_weigh_sub(j, t->s, KVT_SUB, b->h, row0, n_rows, x->sub, cls, x->lost, &st);
+    if (j->op->mass) keep_probs(j, t->s, x->sub, b->h, row0, n_rows, st.m);
+    if (x->v) {
+        x->accumulate(t->s, KVT_SUB, n_rows, j->d_v_pad, x->v, st.o, (const char *) (next->v ? next->v : x->v));
+    }
 }
 
-// the tile against the row groups g0 .. g1-1 of KV head h
-static void do_tile(const struct prefill * p, struct tile * t, int h, int split, size_t g0, size_t g1) {
+// the tile, all of one segment, against the block's groups
+static void do_tile(const struct prefill * p, struct tile * t, const struct block * b, size_t state) {
     const struct kvt_job * j = p->j;
-    const int32_t d_k = j->op->geo.d_k;
-    for (size_t g = g0; g < g1; g++) {
+    for (size_t g = b->g0; g < b->g1; g++) {
         const int64_t row0 = (int64_t) g * KVT_ROW_GROUP;
-        const int n_valid_rows = j->n_rows - row0 < KVT_ROW_GROUP ? (int) (j->n_rows - row0) : KVT_ROW_GROUP;
-        if (t->any_mixed && !group_sees(j, t, row0, n_valid_rows)) continue;
-        const float * q = p->q_pack + ((size_t) h * p->n_groups + g) * d_k * KVT_ROW_GROUP;
-        for (int i = 0; i < t->n_subs; i++) {
-            j->k->gemm_scores(q, t->k + (size_t) i * d_k * KVT_SUB, d_k, t->s + i * KVT_SUB, KVT_TILE_TOKENS);
-        }
-        const int n_tokens = t->n_subs * KVT_SUB;
-        if (j->op->softcap != 0.0f)
-            j->k->softcap(t->s, KVT_TILE_TOKENS, n_valid_rows, n_tokens, j->op->softcap * KVT_LOG2E);
-        if (t->any_mixed) mask_group(j, t, h, row0, n_valid_rows);
-        const size_t row = state_row(p, split, h, (size_t) row0);
-        const struct kvt_row_state st = { p->m + row, p->l + row * KVT_SUM_LANES, p->o + row * j->d_v_pad, j->d_v_pad };
-        j->k->softmax(t->s, KVT_TILE_TOKENS, n_valid_rows, n_tokens, &st);
-        if (j->op->mass) keep_probs(j, t, h, row0, n_valid_rows, st.m);
-        j->k->gemm_accumulate(t->s, KVT_TILE_TOKENS, n_tokens, t->v, j->d_v_pad, st.o);
+        const int n_rows = j->n_rows - row0 < KVT_ROW_GROUP ? (int) (j->n_rows - row0) : KVT_ROW_GROUP;
+        for (int i = 0; i < t->n_subs; i++)
+            do_sub(p, t, &t->sub[i], &t->sub[(i + 1) % t->n_subs], b, state, row0, n_rows);
     }
     t->n_subs = 0;
-    t->any_mixed = false;
 }
 
-static void do_task(struct prefill * p, struct tile * t, int h, size_t block, int split) {
+static void do_task(const struct prefill * p, struct tile * t, const struct block * b, const struct kvt_piece * piece) {
     const struct kvt_job * j = p->j;
-    const size_t g0 = block * p->groups_per_block,
-                 g1 = g0 + p->groups_per_block < p->n_groups ? g0 + p->groups_per_block : p->n_groups;
-    const int64_t row_last = (int64_t) g1 * KVT_ROW_GROUP < j->n_rows ? (int64_t) g1 * KVT_ROW_GROUP - 1
-                                                                      : j->n_rows - 1;
-    const size_t b0 = (size_t) ((int64_t) g0 * KVT_ROW_GROUP / j->n_group) / KVT_VIS_BLOCK,
-                 b1 = (size_t) (row_last / j->n_group) / KVT_VIS_BLOCK;
-    size_t c0 = p->split_pages * split, c1 = c0 + p->split_pages;
-    if (c0 < p->chunk_first) c0 = p->chunk_first;
-    if (c1 > p->chunk_end) c1 = p->chunk_end;
+    const size_t c0 = piece->first > p->chunk_first ? piece->first : p->chunk_first;
+    const size_t c1 = piece->end < p->chunk_end ? piece->end : p->chunk_end;
+    size_t state = 0;
     for (size_t c = c0; c < c1; c++) {
         const struct chunk_page * pg = &p->chunk[c];
-        if (c % CHUNK == 0 && t->n_subs) do_tile(p, t, h, split, g0, g1);
         for (int i = 0; i < j->subs_per_page; i++) {
             const size_t sub = pg->page * j->subs_per_page + i;
             if (sub >= j->n_sub) break;
-            const uint8_t cls = block_class(j, b0, b1, sub);
-            if (cls == KVT_VIS_NONE || lost_cells(pg, i) == UINT32_MAX) continue;
-            load_sub(p, t, h, pg, i, sub, cls);
-            if (t->n_subs == KVT_TILE_SUBS) do_tile(p, t, h, split, g0, g1);
+            if (block_class(j, b->vis0, b->vis1, sub) == KVT_VIS_NONE || lost_cells(pg, i) == UINT32_MAX) continue;
+            if (t->n_subs && sub >= kvt_segment_end(t->sub[0].sub)) do_tile(p, t, b, state);
+            if (t->n_subs == 0) state = enter_segment(p, b, piece, sub);
+            load_sub(p, t, b, pg, i, sub);
+            if (t->n_subs == TILE_SUBS) do_tile(p, t, b, state);
         }
     }
-    if (t->n_subs) do_tile(p, t, h, split, g0, g1);
+    if (t->n_subs) do_tile(p, t, b, state);
+}
+
+static void cut_tile(const struct prefill * p, struct tile * t, int ith) {
+    const struct kvt_job * j = p->j;
+    t->n_subs = 0;
+    t->s = p->tiles + (size_t) ith * p->tile_floats;
+    t->row = t->s + KVT_ROW_GROUP * KVT_SUB;
+    t->v = t->row + j->d_v_pad;
+    t->k = t->v + TILE_SUBS * kvt_tile_v_floats(j->d_v_pad);
+    t->turning = t->k + TILE_SUBS * kvt_tile_k_floats(j->op->geo.d_k);
 }
 
 static void do_chunk(void * arg, int ith, int nth) {
@@ -209,18 +234,22 @@ static void do_chunk(void * arg, int ith, int nth) {
     struct prefill * p = (struct prefill *) arg;
     struct kvt_job * j = p->j;
     struct tile t;
-    t.n_subs = 0;
-    t.any_mixed = false;
-    t.k = p->tiles + (size_t) ith * p->tile_floats;
-    t.v = t.k + (size_t) KVT_TILE_TOKENS * j->op->geo.d_k;
-    t.s = t.v + (size_t) KVT_TILE_TOKENS * j->d_v_pad;
-    const size_t n_heads = (size_t) j->op->geo.n_head_kv, n_tasks = n_heads * p->n_blocks * p->n_splits;
+    cut_tile(p, &t, ith);
+    const size_t n_heads = (size_t) j->op->geo.n_head_kv, n_tasks = n_heads * p->n_blocks * p->n_pieces;
     for (;;) {
         const size_t task = j->next.fetch_add(1, std::memory_order_relaxed);
         if (task >= n_tasks) return;
-        // the last rows see most under a causal mask: longest first
-        const size_t block = p->n_blocks - 1 - task / (n_heads * p->n_splits), rest = task % (n_heads * p->n_splits);
-        do_task(p, &t, (int) (rest / p->n_splits), block, (int) (rest % p->n_splits));
+        // the last rows see most under a causal mask, and the last pieces are largest: longest first
+        const size_t rest = task / p->n_blocks;
+        struct block b;
+        b.h = (int) (rest % n_heads);
+        b.i = p->n_blocks - 1 - task % p->n_blocks;
+        b.g0 = b.i * p->groups_per_block;
+        b.g1 = b.g0 + p->groups_per_block < p->n_groups ? b.g0 + p->groups_per_block : p->n_groups;
+        const int64_t row_end = (int64_t) b.g1 * KVT_ROW_GROUP < j->n_rows ? (int64_t) b.g1 * KVT_ROW_GROUP : j->n_rows;
+        b.vis0 = vis_block(j, (int64_t) b.g0 * KVT_ROW_GROUP);
+        b.vis1 = vis_block(j, row_end - 1);
+        do_task(p, &t, &b, &p->pieces[p->n_pieces - 1 - rest / n_heads]);
     }
 }
 
@@ -320,59 +349,81 @@ static int do_chunks(struct prefill * p) {
 
 // ---- the whole ----
 
+static void finish_row(const struct prefill * p, float * tmp, int h, int64_t row) {
+    const struct kvt_job * j = p->j;
+    struct kvt_row_sum sum;
+    kvt_row_begin(j, &sum, tmp);
+    for (size_t i = 0; i < p->n_states; i++) {
+        const struct kvt_row_state st = state_rows(p, p->by_piece ? i : BEFORE - i, h, (size_t) row);
+        kvt_row_join(j, &sum, { st.m, st.l, st.o });
+    }
+    if (j->sum_m) kvt_row_join(j, &sum, kvt_summary_partial(j, h, row));
+    const int64_t kept = row - (j->n_rows - j->n_group);
+    const size_t out = (size_t) h * j->n_group + (size_t) (kept < 0 ? 0 : kept);
+    const bool mass = j->op->mass && kept >= 0;
+    kvt_row_end(j, &sum, h * j->n_group + (int) (row % j->n_group), row / j->n_group, mass ? &j->final_m[out] : NULL,
+        mass ? &j->final_f[out] : NULL);
+}
+
 static void finish_rows(void * arg, int ith, int nth) {
     (void) nth;
     struct prefill * p = (struct prefill *) arg;
     struct kvt_job * j = p->j;
-    float * tmp = p->tiles + (size_t) ith * p->tile_floats;
+    struct tile t;
+    cut_tile(p, &t, ith);
     const int64_t n_all = j->n_rows * j->op->geo.n_head_kv;
     for (;;) {
         const int64_t first = (int64_t) j->next.fetch_add(64, std::memory_order_relaxed);
         if (first >= n_all) return;
-        for (int64_t x = first; x < first + 64 && x < n_all; x++) {
-            const int h = (int) (x / j->n_rows);
-            const int64_t row = x % j->n_rows, kept = row - (j->n_rows - j->n_group);
-            struct kvt_partial parts[MAX_SPLITS + 1];
-            int n_parts = p->n_splits;
-            for (int s = 0; s < p->n_splits; s++) {
-                const size_t at = state_row(p, s, h, (size_t) row);
-                parts[s] = { p->m + at, p->l + at * KVT_SUM_LANES, p->o + at * j->d_v_pad };
-            }
-            if (j->sum_m) parts[n_parts++] = kvt_summary_partial(j, h, row);
-            const size_t out = (size_t) h * j->n_group + (size_t) (kept < 0 ? 0 : kept);
-            const bool mass = j->op->mass && kept >= 0;
-            kvt_row_finish(j, parts, n_parts, h * j->n_group + (int) (row % j->n_group), row / j->n_group, tmp,
-                mass ? &j->final_m[out] : NULL, mass ? &j->final_f[out] : NULL);
-        }
+        for (int64_t x = first; x < first + 64 && x < n_all; x++)
+            finish_row(p, t.row, (int) (x / j->n_rows), x % j->n_rows);
     }
+}
+
+// Blocks as large as leaves every thread enough of them; where even small ones are few, pieces. None of it changes a bit.
+static int cut_tasks(struct prefill * p) {
+    struct kvt_job * j = p->j;
+    const size_t n_heads = (size_t) j->op->geo.n_head_kv, n_threads = (size_t) j->n_threads;
+    p->n_groups = (size_t) (j->n_rows + KVT_ROW_GROUP - 1) / KVT_ROW_GROUP;
+    p->rows_pad = p->n_groups * KVT_ROW_GROUP;
+    size_t n = p->n_groups * n_heads >= MANY_GROUPS ? 2 * GROUPS_PER_BLOCK : GROUPS_PER_BLOCK;
+    // keys that are values too are turned once per block: pieces are better there
+    while (
+        n_threads > 1 && j->op->geo.d_v && n > 2 && (p->n_groups + n - 1) / n * n_heads < TASKS_PER_THREAD * n_threads)
+        n /= 2;
+    p->groups_per_block = n;
+    p->n_blocks = (p->n_groups + n - 1) / n;
+    p->by_piece = n_threads > 1 && p->n_blocks * n_heads < TASKS_PER_THREAD * n_threads / 2;
+    const int err = kvt_pieces_cut(j, &p->pieces, &p->n_pieces, &p->n_states);
+    if (err || p->by_piece) return err;
+    p->n_states = 2;
+    p->n_pieces = 1;
+    p->pieces[0] = { 0, j->n_pages, 0, 1, 0, 0 };
+    return 0;
 }
 
 static int prepare(struct prefill * p) {
     struct kvt_job * j = p->j;
     const struct kvt_geometry * geo = &j->op->geo;
-    p->n_groups = (size_t) (j->n_rows + KVT_ROW_GROUP - 1) / KVT_ROW_GROUP;
-    p->groups_per_block = p->n_groups * geo->n_head_kv >= MANY_GROUPS ? 2 * GROUPS_PER_BLOCK : GROUPS_PER_BLOCK;
-    p->n_blocks = (p->n_groups + p->groups_per_block - 1) / p->groups_per_block;
-    // few tasks: let several threads share a block, each with a part of the pages
-    const size_t n_tasks = p->n_blocks * geo->n_head_kv, n_chunks = (j->n_pages + CHUNK - 1) / CHUNK;
-    size_t wanted = 1;
-    while (n_tasks * wanted < MAX_SPLITS && wanted < n_chunks) wanted *= 2;
-    p->split_pages = (n_chunks + wanted - 1) / wanted * CHUNK;
-    p->n_splits = p->split_pages ? (int) ((j->n_pages + p->split_pages - 1) / p->split_pages) : 1;
-    if (p->n_splits < 1) p->n_splits = 1;
-
-    const size_t rows_pad = p->n_groups * KVT_ROW_GROUP, n_state = (size_t) p->n_splits * geo->n_head_kv * rows_pad;
-    p->q_pack = (float *) kvt_buf_need(&j->a->q, (size_t) geo->n_head_kv * rows_pad * geo->d_k * sizeof(float));
-    p->o = (float *) kvt_buf_need(&j->a->state, n_state * ((size_t) j->d_v_pad + KVT_SUM_LANES + 1) * sizeof(float));
-    p->tile_floats = (size_t) KVT_TILE_TOKENS * (geo->d_k + j->d_v_pad + KVT_ROW_GROUP) + 16;
+    int err = kvt_queries_prepare(j, &p->q);
+    if (!err) err = cut_tasks(p);
+    if (err) return err;
+    const size_t n_rows = p->n_states * geo->n_head_kv * p->rows_pad, n_ends = (size_t) geo->n_head_kv * p->n_blocks;
+    p->o = (float *) kvt_buf_need(
+        &j->a->state, n_rows * ((size_t) j->d_v_pad + KVT_SUM_LANES + 1) * sizeof(float) + n_ends * sizeof(size_t));
+    const size_t turning = geo->d_v ? 0 : kvt_tile_k_floats(geo->d_k);
+    p->tile_floats = KVT_ROW_GROUP * KVT_SUB + (size_t) j->d_v_pad + turning +
+        TILE_SUBS * (kvt_tile_k_floats(geo->d_k) + kvt_tile_v_floats(j->d_v_pad)) + 16;
+    p->tile_floats = kvt_round_up(p->tile_floats, 16);
     p->tiles = (float *) kvt_buf_need(&j->a->tiles, (size_t) j->n_threads * p->tile_floats * sizeof(float));
     p->chunk = (struct chunk_page *) kvt_buf_need(&j->a->mass, (j->n_pages + 1) * sizeof(struct chunk_page));
-    if (!p->q_pack || !p->o || !p->tiles || !p->chunk) return KVT_ERR_NOMEM;
-    p->l = p->o + n_state * j->d_v_pad;
-    p->m = p->l + n_state * KVT_SUM_LANES;
-    for (size_t i = 0; i < n_state; i++) p->m[i] = -INFINITY;
-    memset(p->l, 0, n_state * KVT_SUM_LANES * sizeof(float));
-    memset(p->o, 0, n_state * j->d_v_pad * sizeof(float));
+    if (!p->o || !p->tiles || !p->chunk) return KVT_ERR_NOMEM;
+    p->l = p->o + n_rows * j->d_v_pad;
+    p->segment_end = (size_t *) (p->l + n_rows * KVT_SUM_LANES); // rows_pad is even: aligned
+    p->m = (float *) (p->segment_end + n_ends);
+    memset(p->segment_end, 0, n_ends * sizeof(size_t));
+    const struct kvt_row_state all = { p->m, p->l, p->o, j->d_v_pad };
+    clear_rows(&all, n_rows);
     return kvt_mass_prepare(j, 1);
 }
 
@@ -381,8 +432,6 @@ int kvt_prefill_run(struct kvt_job * j) {
     p.j = j;
     const int err = prepare(&p);
     if (err) return err;
-    j->next = 0;
-    kvt_team_run(j->n_threads, pack_q, &p);
     for (size_t i = 0; i < j->n_pages; i++) {
         p.chunk[i] = { j->refs[i].data, j->refs[i].layout, j->pages[i] - j->op->page_first, j->refs[i].lost };
     }

@@ -27,7 +27,7 @@ static void score_sub(const struct recall * r, int h, size_t sub, uint8_t cls) {
     float * s = weights_of(r, (size_t) h * n_rows) + sub * KVT_SUB;
     const uint8_t * k = kvt_job_keys(j, h, sub);
     j->k->scores[lay->fmt_k](&r->q[h], 0, n_rows, k, s, j->ld_probs, (const char *) k + 4 * lay->k_sub_bytes);
-    if (op->softcap != 0.0f) j->k->softcap(s, j->ld_probs, n_rows, KVT_SUB, op->softcap * KVT_LOG2E);
+    if (op->softcap != 0.0f) j->k->softcap(s, j->ld_probs, n_rows, op->softcap * KVT_LOG2E);
     if (cls != KVT_VIS_MIXED) return;
     for (int i = 0; i < n_rows; i++) {
         const int head = h * j->n_group + i % j->n_group;
@@ -308,12 +308,13 @@ static void finish(struct recall * r) {
     const size_t n_o = r->n_all * j->d_v_pad;
     float * tmp = r->o + r->n_segments * n_o;
     for (size_t row = 0; row < r->n_all; row++) {
-        struct kvt_partial parts[MAX_SEGMENTS];
+        struct kvt_row_sum sum;
+        kvt_row_begin(j, &sum, tmp);
         const float none[KVT_SUM_LANES] = { 0.0f }, all[KVT_SUM_LANES] = { r->l[row] };
         for (size_t s = 0; s < r->n_segments; s++)
-            parts[s] = { &r->m[row], s == 0 ? all : none, r->o + s * n_o + row * j->d_v_pad };
+            kvt_row_join(j, &sum, { &r->m[row], s == 0 ? all : none, r->o + s * n_o + row * j->d_v_pad });
         const int h = (int) (row / j->n_rows), i = (int) (row % j->n_rows);
-        kvt_row_finish(j, parts, (int) r->n_segments, h * j->n_group + i % j->n_group, i / j->n_group, tmp, NULL, NULL);
+        kvt_row_end(j, &sum, h * j->n_group + i % j->n_group, i / j->n_group, NULL, NULL);
         report_row(r, row);
     }
     if (j->op->mass) finish_mass(r);
@@ -402,7 +403,7 @@ static int prepare(struct recall * r) {
     j->ld_probs = n_sub * KVT_SUB + 16; // rows do not start at the same place of every cache set
     j->probs = (float *) kvt_buf_need(&j->a->probs, n_all * j->ld_probs * sizeof(float));
     if (!j->probs) return KVT_ERR_NOMEM;
-    int err = kvt_queries_prepare(j, j->op->keys->layout.fmt_k >= KVT_FORMAT_Q8_0, &r->q);
+    int err = kvt_queries_prepare(j, &r->q);
     if (!err) norm_queries(r);
     if (!err) err = kvt_recall_classify(r);
     if (!err) find_references(r);

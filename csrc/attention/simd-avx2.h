@@ -67,6 +67,7 @@ static inline vf vf_mask_add(vf s, vf slope, vf m) {
 }
 
 static inline vi vi_load(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
+static inline void vi_store(void * p, vi v) { _mm256_storeu_si256((__m256i *) p, v); }
 static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 static inline vf vi_to_vf(vi v) { return _mm256_cvtepi32_ps(v); }
 static inline vi vi_even16(vi x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); } // bytes 0 and 2 of each lane

@@ -60,6 +60,7 @@ static inline vf vf_mask_add(vf s, vf slope, vf m) {
 }
 
 static inline vi vi_load(const void * p) { return _mm512_loadu_si512(p); }
+static inline void vi_store(void * p, vi v) { _mm512_storeu_si512(p, v); }
 static inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline vf vi_to_vf(vi v) { return _mm512_cvtepi32_ps(v); }
 static inline vi vi_even16(vi x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); } // bytes 0 and 2 of each lane

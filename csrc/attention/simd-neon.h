@@ -64,6 +64,7 @@ static inline vf vf_mask_add(vf s, vf slope, vf m) {
 }
 
 static inline vi vi_load(const void * p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *) p)); }
+static inline void vi_store(void * p, vi v) { vst1q_s32((int32_t *) p, v); }
 static inline vi vi_set1(int32_t x) { return vdupq_n_s32(x); }
 static inline vf vi_to_vf(vi v) { return vcvtq_f32_s32(v); }
 static inline int16x8_t as16(vi x) { return vreinterpretq_s16_s32(x); }

@@ -93,6 +93,7 @@ static inline vi vi_load(const void * p) {
     memcpy(&v, p, sizeof(v));
     return v;
 }
+static inline void vi_store(void * p, vi v) { memcpy(p, &v, sizeof(v)); }
 static inline vi vi_set1(int32_t x) { return vi{ x, x, x, x }; }
 static inline vf vi_to_vf(vi v) { return __builtin_convertvector(v, vf); }
 typedef int16_t v8s __attribute__((vector_size(16)));

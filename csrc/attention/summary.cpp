@@ -302,7 +302,7 @@ static void part_scores(const struct summary_work * w, const struct kvt_summary_
     for (int r = 0; p->basis && r < n_rows; r++) {
         for (int t = 0; t < KVT_SUB; t++) x->s[r * KVT_SUB + t] += x->shift[r];
     }
-    if (softcap != 0.0f) j->k->softcap(x->s, KVT_SUB, n_rows, KVT_SUB, softcap * KVT_LOG2E);
+    if (softcap != 0.0f) j->k->softcap(x->s, KVT_SUB, n_rows, softcap * KVT_LOG2E);
     const float * bias = p->bias.data() + (size_t) h * p->layout.geo.page_tokens + (size_t) sub * KVT_SUB;
     for (int r = 0; r < n_rows; r++) {
         for (int t = 0; t < KVT_SUB; t++) x->s[r * KVT_SUB + t] += bias[t];
@@ -321,7 +321,7 @@ static void run_part(
     const struct kvt_row_state st = { x->m, x->l, x->o, d_o };
     for (int sub = 0; sub < p->layout.geo.page_tokens / KVT_SUB; sub++) {
         part_scores(w, p, x, &q, h, sub, n_rows);
-        j->k->softmax(x->s, KVT_SUB, n_rows, KVT_SUB, &st);
+        j->k->softmax(x->s, KVT_SUB, n_rows, &st);
         const uint8_t * v = kvt_summary_at(p->cells) + kvt_v_sub_off(&p->layout, h, sub);
         j->k->accumulate[p->layout.fmt_v](x->s, KVT_SUB, n_rows, d_o, v, x->o, (const char *) v);
     }
@@ -353,23 +353,6 @@ static void expand_output(
     }
 }
 
-// the part's state joins the summary's state of one row
-static void join(
-    const struct kvt_job * j, float m, const float * l, const float * o, float * out_m, float * out_l, float * out_o) {
-    if (m == -INFINITY) return;
-    float f = 1.0f;
-    if (m > *out_m) {
-        const float old = *out_m == -INFINITY ? 0.0f : exp2f(*out_m - m);
-        j->k->scale(out_l, KVT_SUM_LANES, old);
-        j->k->scale(out_o, j->d_v_pad, old);
-        *out_m = m;
-    } else {
-        f = exp2f(m - *out_m);
-    }
-    j->k->add_scaled(out_l, l, KVT_SUM_LANES, f);
-    j->k->add_scaled(out_o, o, j->d_v_pad, f);
-}
-
 static void run_block(const struct summary_work * w, struct scratch * x, int h, int64_t row0, int n_rows) {
     const struct kvt_job * j = w->j;
     const size_t n_parts = w->set->parts.size(), at = (size_t) h * j->n_rows + (size_t) row0;
@@ -384,8 +367,9 @@ static void run_block(const struct summary_work * w, struct scratch * x, int h, 
         const float * o = p->basis ? x->full : x->o;
         for (int r = 0; r < n_rows; r++) {
             const float * l = x->l + (size_t) r * KVT_SUM_LANES;
-            join(j, x->m[r], l, o + (size_t) r * j->d_v_pad, j->sum_m + at + r, j->sum_l + (at + r) * KVT_SUM_LANES,
-                j->sum_o + (at + r) * j->d_v_pad);
+            const struct kvt_partial part = { &x->m[r], l, o + (size_t) r * j->d_v_pad };
+            kvt_state_join(
+                j, &part, j->sum_m + at + r, j->sum_l + (at + r) * KVT_SUM_LANES, j->sum_o + (at + r) * j->d_v_pad);
             j->sum_parts[((at + r) * n_parts + i) * 2] = x->m[r];
             j->sum_parts[((at + r) * n_parts + i) * 2 + 1] = lane_sum(l);
         }

@@ -120,6 +120,12 @@ class LlamaError(KvtierError, RuntimeError):
         return super().__str__() + lines
 
 
+class SameBitsError(KvtierError):
+    """The same bits however an answer is computed were asked for, and this llama.cpp or model cannot give them."""
+
+    exit_code = 13
+
+
 class PolicyError(KvtierError):
     """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried out."""
 

@@ -62,6 +62,7 @@ class _Job:
     swa_full: bool
     verbose: bool
     policy: str | None
+    same_bits: bool
 
 
 @click.command("run", context_settings={"show_default": True})
@@ -169,6 +170,12 @@ class _Job:
     "--swa-full",
     is_flag=True,
     help="Keep the whole context in sliding-window layers too, not only the window. A conversation always does.",
+)
+@option(
+    "--same-bits",
+    is_flag=True,
+    help="One answer, however it is computed: equal logits for any batch size and number of threads. "
+    "Prefill may be slower.",
 )
 @not_ours("-ngl", "--gpu-layers", "--n-gpu-layers", why="the caches of all layers are always kvtier's")
 @not_ours("-fa", "--flash-attn", why="flash attention is always on")
@@ -298,6 +305,7 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bo
         swa_full,
         options["verbose"],
         options["policy"],
+        options["same_bits"],
     )
 
 
@@ -354,6 +362,7 @@ def _load(job: _Job) -> Llama:
             kv_settings=job.settings,
             policy=job.policy,
             swa_full=job.swa_full,
+            same_bits=job.same_bits,
             verbose=job.verbose,
             **job.rope,
         )

@@ -37,6 +37,7 @@ from ..policies.base import Policy
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
+from . import samebits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,6 +67,9 @@ class Llama(llama_cpp.Llama):
             the policies delta and adaptive, and nothing with others, which drop pages as they are.
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
             the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
+        same_bits: one answer, however it was computed: logits are equal to the last bit whether tokens come one by one or in
+            batches of any size, with any number of threads. Needs fidelity exact, and refuses what llama.cpp cannot do
+            (docs/same-bits.md).
         n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is fewer.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
             or become quantized, so that llama.cpp rotates what is rounded (see kvtier.model.cachetypes).
@@ -73,6 +77,7 @@ class Llama(llama_cpp.Llama):
     Raises:
         GgufError: the file is missing or no usable model.
         SettingsError: an argument cannot be used.
+        SameBitsError: same_bits is asked for, and this model or build of llama.cpp cannot give them.
         NativeError: the tiers could not be set up (BudgetError, DirectoryError, ...).
         LlamaError: llama.cpp could not load the model or create the context; holds what it logged.
     """
@@ -94,6 +99,7 @@ class Llama(llama_cpp.Llama):
         kv_settings: KVSettings | None = None,
         policy: str | Policy | None = None,
         kv_memory: MemorySettings | None = None,
+        same_bits: bool = False,
         type_k: int | str | None = None,
         type_v: int | str | None = None,
         **kwargs: Any,
@@ -118,11 +124,15 @@ class Llama(llama_cpp.Llama):
         chosen = create_policy(policy) if isinstance(policy, str) else _checked_policy(policy)
         memory = _memory(settings, chosen, kv_memory)
         headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
+        if same_bits:
+            samebits.check_settings(settings)
         nominal = cache_types(settings, headers[0], *asked)
         if settings.fidelity == "lossy":
             kwargs["n_batch"] = fitting_batch(shape_of(headers[0]), settings, kwargs.get("n_batch", DEFAULT_BATCH))
 
         loaded = runtime.load()
+        self._same_bits = same_bits
+        self._repack = not same_bits or samebits.extra_buffers_allowed(headers, kwargs.get("lora_path"))
         _make_dir(settings)
         domain = binding.Domain(settings.to_native())
         try:
@@ -157,7 +167,7 @@ class Llama(llama_cpp.Llama):
         kwargs = {**kwargs, "n_gpu_layers": -1, "flash_attn": True, "offload_kqv": True}
         runtime.log.clear()
         try:
-            with runtime.loading_onto(self._devices), runtime.bound(domain):
+            with runtime.loading_onto(self._devices, self._repack), runtime.bound(domain):
                 super().__init__(model_path, type_k=type_k, type_v=type_v, **kwargs)
         except KvtierError:
             raise
@@ -212,6 +222,7 @@ class Llama(llama_cpp.Llama):
             "kv_settings": self._kv.settings,
             "policy": self._policy,
             "kv_memory": self._kv_memory,
+            "same_bits": self._same_bits,
         }
 
     def __enter__(self) -> Self:

@@ -163,7 +163,7 @@ def _refusal() -> str:
 
 
 _default_model_params: Final = api.llama_model_default_params
-_assigned = threading.local()  # .devices: the array for the model that this thread is loading
+_assigned = threading.local()  # for the model that this thread is loading: .devices, an array, and .repack
 
 
 def _model_default_params() -> Any:
@@ -171,18 +171,21 @@ def _model_default_params() -> Any:
     devices = getattr(_assigned, "devices", None)
     if devices is not None:
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        params.use_extra_bufts = _assigned.repack
     return params
 
 
 @contextmanager
-def loading_onto(devices: ctypes.Array[ctypes.c_void_p]) -> Iterator[None]:
+def loading_onto(devices: ctypes.Array[ctypes.c_void_p], repack: bool = True) -> Iterator[None]:
     """Models that this thread loads in the block get `devices`, a NULL-ended array that must outlive the model.
+
+    With `repack` off their weights keep the file's layout, and the CPU backend multiplies with them as they are.
 
     `llama_cpp.Llama` has no argument for it, but takes its model parameters from `llama_model_default_params`: that one
     function is replaced by one that answers differently in a thread inside such a block, and the same elsewhere.
     """
     api.llama_model_default_params = _model_default_params
-    _assigned.devices = devices
+    _assigned.devices, _assigned.repack = devices, repack
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final
 
 from ..errors import SameBitsError, SettingsError
@@ -44,7 +45,7 @@ def check_settings(settings: KVSettings) -> None:
         )
 
 
-def extra_buffers_allowed(headers: Iterable[GgufHeader], lora: str | os.PathLike[str] | None = None) -> bool:
+def extra_buffers_allowed(headers: Iterable[GgufHeader], lora: str | Path | None = None) -> bool:
     """Whether the model may have repacked weights (llama.cpp's `use_extra_bufts`) and still give the same bits.
 
     Sets GGML_CPU_TILED_MM=0 for this process, which counts unless something was multiplied before.

@@ -74,12 +74,13 @@ third_party/llama.cpp/.kvtier-stamp: scripts/fetch-llama.py | $(VENV)/.venv-stam
 	$(BIN)/python scripts/fetch-llama.py
 	touch $@
 
-# From the checked source package, so that the libraries are those of the pin. Where AMX is advertised but faults, the probe
-# answers with switches that build without it.
-$(VENV)/.llama-stamp: third_party/llama.cpp/.kvtier-stamp scripts/probe-amx.py
+# From the checked source package, so that the libraries are those of the pin. Where llama.cpp's default build crashes
+# or is slow (AMX that faults, AVX512_FP16), the probe answers with better switches. CMAKE_ARGS of yours win.
+# Without pip's cache, which would hand out what was built here with other switches.
+$(VENV)/.llama-stamp: third_party/llama.cpp/.kvtier-stamp scripts/probe-build.py src/kvtier/machine/buildargs.py
 	@echo "compiling llama.cpp for Python (once; about 4 minutes on 2 cores)"
-	args="$$($(BIN)/python scripts/probe-amx.py)" && CMAKE_ARGS="$$CMAKE_ARGS $$args" \
-	    $(PIP) install --quiet "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
+	args="$$($(BIN)/python scripts/probe-build.py)" && CMAKE_ARGS="$$args $$CMAKE_ARGS" \
+	    $(PIP) install --quiet --no-cache-dir "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
 	touch $@
 
 $(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp $(SOURCES)

@@ -284,6 +284,7 @@ def test_a_benchmark(smollm2_path: Path, tmp_path: Path) -> None:
     assert on_disk["disk_bytes"] > 0.5 * on_disk["kv_bytes"]  # an exact step reads all that is not in RAM
     assert all(row["disk_bytes"] == 0 for row in data["decode"][1]["rows"][:-1])
     assert data["failures"] == []
+    assert data["stock"]["features"] and set(data["stock"]["attention_ns"]) == {"64", "128"}
     assert not list(pages.iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,13 @@ from kvtier.errors import UsageError
 from kvtier.machine import hardware
 from kvtier.measuring.progress import StatusLine
 
+from . import machines
 from .processes import pieces
 
 SOUND: dict[str, Mapping[str, Any]] = {
     "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"},
     "cpu": {"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "1", "AMX_INT8": "0"}},
+    "attention": {"ns_per_cell": {"64": 20.0, "128": 33.0}},
     "plugin": {"path": "/x/libkvtier.so", "version": "0.1.0", "ggml": "0.25.3", "isa": "avx512vnni"},
     "devices": {"devices": [{"name": "CPU"}, {"name": "KVT0"}]},
 }
@@ -46,8 +49,9 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_a_sound_installation_has_nothing_to_do() -> None:
-    findings = [*diagnosis._libraries(probe()), *diagnosis._instructions(probe(), ZEN)]
-    assert [finding.status for finding in findings] == ["ok"] * 5
+    findings = [*diagnosis._libraries(probe()), *diagnosis._stock(probe(), ZEN, "absent")]
+    findings += diagnosis._kernels(probe(), ZEN)
+    assert [finding.status for finding in findings] == ["ok"] * 6
     assert all(finding.text and not finding.hint for finding in findings)
 
 
@@ -84,13 +88,32 @@ def test_instruction_sets_left_unused() -> None:
         cpu={"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "0"}},
         plugin={**SOUND["plugin"], "isa": "scalar"},
     )
-    findings = by_name(diagnosis._instructions(slow, ZEN))
-    assert (
-        findings["llama.cpp's CPU code"].status == "warn"
-        and "-DGGML_AVX512=ON" in findings["llama.cpp's CPU code"].hint
-    )
-    assert findings["Attention kernels"].status == "warn" and "avx512" in findings["Attention kernels"].hint
-    assert worst(diagnosis._instructions(slow, frozenset())) == "ok", "what the processor lacks is not missed"
+    stock = by_name(diagnosis._stock(slow, ZEN, "absent"))["llama.cpp's CPU code"]
+    assert stock.status == "warn" and "without AVX512" in stock.hint
+    assert "-DGGML_AVX512=ON" in stock.hint and stock.hint.endswith("llama-cpp-python==0.3.36")
+    (kernels,) = diagnosis._kernels(slow, ZEN)
+    assert kernels.status == "warn" and "avx512" in kernels.hint
+    unused = [*diagnosis._stock(slow, frozenset(), "absent"), *diagnosis._kernels(slow, frozenset())]
+    assert worst(unused) == "ok", "what the processor lacks is not missed"
+
+
+@pytest.mark.parametrize(("amx", "named"), [("works", True), ("denied", False)])
+def test_slow_attention_is_named_with_the_command_that_mends_it(amx: hardware.AmxState, named: bool) -> None:
+    slow = probe(attention={"ns_per_cell": {"64": 110.0, "128": 25.0}})
+    found = by_name(diagnosis._stock(slow, machines.SAPPHIRE_RAPIDS, amx))["llama.cpp attention"]
+    assert found.status == "warn" and "110 ns for heads of 64" in found.text
+    command = found.hint.splitlines()[-1]
+    assert command.startswith('CMAKE_ARGS="-DGGML_NATIVE=OFF ') and command.endswith("llama-cpp-python==0.3.36")
+    assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_BF16=ON"} <= set(shlex.split(command)[0].split())
+    assert ("-DGGML_AMX_INT8=ON" in command) is named
+
+
+def test_attention_that_could_not_be_tried_is_no_finding() -> None:
+    for step in ({"ns_per_cell": {}}, {"ns_per_cell": {"64": 10.0}}):
+        found = by_name(diagnosis._stock(probe(attention=step), ZEN, "absent"))
+        assert all(finding.status == "ok" for finding in found.values())
+    assert "llama.cpp attention" not in by_name(diagnosis._stock(probe(without=("attention",)), ZEN, "absent"))
+    assert diagnosis._stock(probe(without=("cpu",)), ZEN, "absent") == []
 
 
 @pytest.mark.parametrize(
@@ -159,6 +182,7 @@ def test_the_real_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     out = json.loads(shown.stdout)
     found = {finding["name"]: finding for finding in out["findings"]}
     assert shown.exit_code == 0 and out["status"] in ("ok", "warn"), out
+    assert "128 channels" in found["llama.cpp attention"]["text"], "it was really tried"
     assert (
         "KVT0" in found["Devices"]["text"]
         and found["libkvtier"]["status"] == "ok"

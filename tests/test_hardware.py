@@ -1,4 +1,4 @@
-"""The hardware probe: machine code in a child process, the AMX trap, build switches, memory and disk."""
+"""The hardware probe: machine code in a child process, the AMX trap, memory and disk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvtier.machine import hardware
+from kvtier.machine import buildargs, hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts" / "probe-amx.py"
+SCRIPT = ROOT / "scripts" / "probe-build.py"
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 machine code")
 
 RET, UD2, HANG = "c3", "0f0b", "ebfe"
@@ -60,70 +60,15 @@ def test_amx_code_faults_where_there_is_no_amx() -> None:
     assert hardware.amx_state(frozenset({"amx_tile"})) in ("denied", "faults")
 
 
-FULL = frozenset(
-    [
-        "sse4_2",
-        "avx",
-        "avx2",
-        "fma",
-        "f16c",
-        "bmi2",
-        "avx_vnni",
-        "avx512f",
-        "avx512cd",
-        "avx512bw",
-        "avx512dq",
-        "avx512vl",
-        "avx512vbmi",
-        "avx512_vnni",
-        "avx512_bf16",
-        "amx_tile",
-        "amx_int8",
-    ]
-)
-
-
-def test_safe_switches_are_what_the_processor_has() -> None:
-    full = hardware.safe_cmake_args(FULL).split()
-    assert full[0] == "-DGGML_NATIVE=OFF"
-    assert {
-        "-DGGML_AVX=ON",
-        "-DGGML_AVX2=ON",
-        "-DGGML_FMA=ON",
-        "-DGGML_F16C=ON",
-        "-DGGML_BMI2=ON",
-        "-DGGML_AVX512=ON",
-        "-DGGML_AVX512_VBMI=ON",
-        "-DGGML_AVX512_VNNI=ON",
-        "-DGGML_AVX512_BF16=ON",
-    } <= set(full)
-    assert not any("AMX" in switch for switch in full)
-    assert "-DGGML_AVX512=ON" not in hardware.safe_cmake_args(FULL - {"avx512vl"})  # one switch turns on five sets
-    assert hardware.safe_cmake_args(frozenset()) == "-DGGML_NATIVE=OFF"
-
-
-def test_switches_are_llama_cpps_own() -> None:
-    options = ROOT / "third_party" / "llama.cpp" / "ggml" / "CMakeLists.txt"
-    if not options.is_file():
-        pytest.skip("the llama.cpp source is not there: scripts/fetch-llama.py fetches it")
-    text = options.read_text()
-    for switch in hardware.safe_cmake_args(FULL).split():
-        assert f"option({switch[2:].split('=')[0]} " in text
-
-
-def test_arguments_only_where_the_default_build_is_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
-    for state, unsafe in (("absent", False), ("works", False), ("denied", False), ("faults", True), ("unknown", True)):
-        monkeypatch.setattr(hardware, "amx_state", lambda _flags, state=state: state)
-        assert (hardware.cmake_args() != "") is unsafe
-
-
 def test_the_script_needs_only_the_standard_library(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(SCRIPT)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == hardware.cmake_args()
-    for file in (SCRIPT, Path(hardware.__file__)):
+    flags = hardware.cpu_flags()
+    wanted = buildargs.best_args(flags, hardware.amx_state(flags), buildargs.compiler_takes)
+    assert done.stdout.strip() == wanted
+    for file in (SCRIPT, Path(hardware.__file__), Path(buildargs.__file__)):
         for node in ast.walk(ast.parse(file.read_text())):
             names = (
                 [a.name for a in node.names]

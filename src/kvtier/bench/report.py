@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..measuring.figures import Spread
+from ..measuring.stock import MARK
 from ..measuring.table import markdown
 from .results import BASELINES, BenchResult, DecodeResult, PrefillResult
 
@@ -22,10 +23,12 @@ def _ratio(value: Spread) -> str:
     return f"{value.median:.2f} ({value.low:.2f}..{value.high:.2f})"
 
 
-def _against(result: DecodeResult | PrefillResult, name: str, *, cpu: bool = False) -> list[str]:
+def _against(result: DecodeResult | PrefillResult, name: str, bench: BenchResult, *, cpu: bool = False) -> list[str]:
     ratio = result.cpu_ratio if cpu else result.ratio
     return [
-        "-" if name == baseline or baseline not in result.seconds else _ratio(ratio(name, baseline))
+        "-"
+        if name == baseline or baseline not in result.seconds
+        else _ratio(ratio(name, baseline)) + (MARK if bench.slow(name) or bench.slow(baseline) else "")
         for baseline in BASELINES
     ]
 
@@ -46,9 +49,10 @@ def decode_table(result: DecodeResult, bench: BenchResult) -> str:
         moved = f"{(traffic.weight_bytes + traffic.kv_bytes) / 1e6:,.0f}"
         if traffic.disk_bytes > 0:
             moved += f" + {traffic.disk_bytes / 1e6:,.0f} disk"
-        ratios = [*_against(result, name), *(_against(result, name, cpu=True) if cpu else ())]
+        ratios = [*_against(result, name, bench), *(_against(result, name, bench, cpu=True) if cpu else ())]
         share = f"{100 * rate.median / roof:.0f} %"
-        rows.append([name, f"{rate.median:.1f}", f"{100 * rate.noise:.0f} %", *ratios, moved, f"{roof:.0f}", share])
+        tokens_per_s = f"{rate.median:.1f}{MARK if bench.slow(name) else ''}"
+        rows.append([name, tokens_per_s, f"{100 * rate.noise:.0f} %", *ratios, moved, f"{roof:.0f}", share])
     stock = ("x stock f16", "x stock q8_0", *cpu)
     header = ("configuration", "tokens/s", "noise", *stock, "MB/token", "roof tokens/s", "of roof")
     title = f"### decode, {context_name(result.context)} context, {_threads(result.n_threads)}"
@@ -64,8 +68,8 @@ def prefill_table(result: PrefillResult, bench: BenchResult) -> str:
     cpu = _cpu_header(result, bench)
     rows = []
     for name in result.seconds:
-        ratios = [*_against(result, name), *(_against(result, name, cpu=True) if cpu else ())]
-        rows.append([name, f"{result.rate(name):.1f}", *ratios])
+        ratios = [*_against(result, name, bench), *(_against(result, name, bench, cpu=True) if cpu else ())]
+        rows.append([name, f"{result.rate(name):.1f}{MARK if bench.slow(name) else ''}", *ratios])
     how = f", {len(next(iter(result.seconds.values())))} chunks sampled" if result.sampled else ""
     title = f"### prefill of {context_name(result.n_tokens)}, {_threads(result.n_threads)}{how}"
     return f"{title}\n\n{markdown(('configuration', 'tokens/s', 'x stock f16', 'x stock q8_0', *cpu), rows)}"
@@ -74,6 +78,9 @@ def prefill_table(result: PrefillResult, bench: BenchResult) -> str:
 def _heading(bench: BenchResult) -> str:
     memory = ", ".join(f"{_threads(n)}: {b / 1e9:.1f} GB/s" for n, b in bench.memory_bytes_per_s.items())
     lines = [f"model: {bench.model}", f"memory read: {memory}"]
+    if bench.stock is not None:
+        lines.append(f"stock: {bench.stock.build.line()}")
+        lines += [f"warning: {bench.stock.warning()}"] if bench.stock.build.problems() else []
     if bench.disk_bytes_per_s:
         lines.append(f"disk read: {bench.disk_bytes_per_s / 1e9:.2f} GB/s")
     if bench.busy > BUSY:
@@ -89,11 +96,23 @@ def text(bench: BenchResult) -> str:
     parts.append(
         "x: median of the rounds' ratios of times, taken next to each other (smallest..largest); CPU: of processor time"
     )
+    if bench.stock is not None and any(map(bench.slow, BASELINES)):
+        parts.append(bench.stock.footnote())
     return "\n\n".join(parts)
 
 
 def _spread(value: Spread) -> dict[str, float]:
     return {"median": value.median, "low": value.low, "high": value.high, "n": value.n}
+
+
+def _ratios_json(result: DecodeResult | PrefillResult, name: str, bench: BenchResult) -> dict[str, Any]:
+    """Ratios by baseline, and the names of those that come from a slow build of stock."""
+    baselines = [b for b in BASELINES if b in result.seconds and b != name]
+    return {
+        "ratios": {b: _spread(result.ratio(name, b)) for b in baselines},
+        "slow_build": bench.slow(name),
+        "slow_baselines": [b for b in baselines if bench.slow(b)],
+    }
 
 
 def _decode_json(result: DecodeResult, bench: BenchResult) -> dict[str, Any]:
@@ -105,7 +124,7 @@ def _decode_json(result: DecodeResult, bench: BenchResult) -> dict[str, Any]:
             {
                 "name": name,
                 "tokens_per_s": _spread(result.rate(name)),
-                "ratios": {b: _spread(result.ratio(name, b)) for b in BASELINES if b in result.seconds and b != name},
+                **_ratios_json(result, name, bench),
                 "weight_bytes": traffic.weight_bytes,
                 "kv_bytes": traffic.kv_bytes,
                 "disk_bytes": traffic.disk_bytes,
@@ -118,12 +137,12 @@ def _decode_json(result: DecodeResult, bench: BenchResult) -> dict[str, Any]:
     return {"context": result.context, "n_threads": result.n_threads, "block_tokens": result.block_tokens, "rows": rows}
 
 
-def _prefill_json(result: PrefillResult) -> dict[str, Any]:
+def _prefill_json(result: PrefillResult, bench: BenchResult) -> dict[str, Any]:
     rows = [
         {
             "name": name,
             "tokens_per_s": result.rate(name),
-            "ratios": {b: _spread(result.ratio(name, b)) for b in BASELINES if b in result.seconds and b != name},
+            **_ratios_json(result, name, bench),
             "seconds": seconds,
             "cpu_seconds": result.cpu_seconds[name],
         }
@@ -143,10 +162,11 @@ def to_json(bench: BenchResult) -> dict[str, Any]:
     return {
         "model": bench.model,
         "machine": bench.machine,
+        "stock": None if bench.stock is None else bench.stock.to_dict(),
         "busy": bench.busy,
         "memory_bytes_per_s": {str(n): b for n, b in bench.memory_bytes_per_s.items()},
         "disk_bytes_per_s": bench.disk_bytes_per_s,
         "decode": [_decode_json(result, bench) for result in bench.decode],
-        "prefill": _prefill_json(bench.prefill) if bench.prefill else None,
+        "prefill": _prefill_json(bench.prefill, bench) if bench.prefill else None,
         "failures": [{"name": name, "error": error} for name, error in bench.failures],
     }

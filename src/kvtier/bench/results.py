@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..measuring.figures import Spread, paired_ratio, rates, total_ratio
+from ..measuring.stock import Stock
 from .plan import STOCK_F16, STOCK_Q8_0
 
 Times = dict[str, list[float]]  # configuration -> seconds of each round or chunk, all in the same order
@@ -79,7 +80,11 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One run of the benchmark. `busy` is the share of the processors that others used just before it, 0..1."""
+    """One run of the benchmark.
+
+    `busy` is the share of the processors that others used just before it, 0..1. `stock` says how the baselines were
+    built; without it nothing is known of that.
+    """
 
     model: str
     memory_bytes_per_s: dict[int, float]
@@ -89,6 +94,12 @@ class BenchResult:
     prefill: PrefillResult | None = None
     failures: tuple[tuple[str, str], ...] = ()
     machine: dict[str, str] = field(default_factory=dict)
+    stock: Stock | None = None
+
+    def slow(self, name: str) -> bool:
+        """Whether the row of this name is a baseline that another build of stock would make faster."""
+        config = next((config for config in (STOCK_F16, STOCK_Q8_0) if config.name == name), None)
+        return config is not None and self.stock is not None and self.stock.is_slow(config)
 
 
 BASELINES = (STOCK_F16.name, STOCK_Q8_0.name)

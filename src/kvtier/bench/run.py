@@ -16,6 +16,7 @@ from ..machine.hardware import cpu_count, cpu_name
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
+from ..measuring.stock import Stock, look
 from .plan import STOCK_F16, BenchPlan, bounded_quarter, quarter, resident_configurations
 from .results import BenchResult, DecodeResult, PrefillResult, Times, Traffic
 
@@ -224,11 +225,16 @@ def chunk_starts(n_tokens: int, chunk: int, sampled: bool, n_samples: int = 4) -
     return [round((i + 0.5) * part - chunk / 2) for i in range(n_samples)]
 
 
-def run(plan: BenchPlan, report: Report) -> BenchResult:
-    """Measure everything in the plan. Raises MeasuringError if nothing can be measured."""
+def run(plan: BenchPlan, report: Report, stock: Stock | None = None) -> BenchResult:
+    """Measure everything in the plan. `stock` is asked for here if it is not given.
+
+    Raises MeasuringError if nothing can be measured.
+    """
     if 0 < plan.prefill < plan.n_batch:
         raise MeasuringError(f"a prompt of {plan.prefill} tokens is shorter than one batch of {plan.n_batch}")
     bench = _Bench(plan, report)
+    report("how stock llama.cpp was built")
+    stock = stock or look(plan.model)
     report("how busy the machine is")
     busy = psutil.cpu_percent(interval=1.0) / 100
     memory, disk = bench.learn()
@@ -243,4 +249,6 @@ def run(plan: BenchPlan, report: Report) -> BenchResult:
         "cpus": str(cpu_count()),
         "system": platform.platform(),
     }
-    return BenchResult(plan.model.name, memory, disk, busy, tuple(decode), prefill, tuple(bench.failures), machine)
+    return BenchResult(
+        plan.model.name, memory, disk, busy, tuple(decode), prefill, tuple(bench.failures), machine, stock
+    )

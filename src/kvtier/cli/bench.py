@@ -15,6 +15,7 @@ from ..bench.run import run
 from ..errors import DirectoryError, UsageError
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
+from ..measuring.stock import look
 from ..outputs import require_writable
 from ..settings import KVSettings
 from . import ui
@@ -99,8 +100,11 @@ def command(
         **options,
     )
     start = time.monotonic()
+    stock = look(plan.model)
+    if stock.build.problems():
+        ui.warn(stock.warning())
     with terminable("nothing was written"), StatusLine() as status:
-        result = run(plan, status)
+        result = run(plan, status, stock)
     data = json.dumps(report.to_json(result), indent=2)
     try:
         if output is not None:

@@ -20,6 +20,7 @@ from ..folders import cache_dir
 from ..measuring.config import Configuration
 from ..measuring.errors import MeasuringError
 from ..measuring.progress import StatusLine
+from ..measuring.stock import Stock, look
 from ..outputs import require_writable
 from . import ui
 from .measured import default_threads, find_model, terminable, write_file
@@ -141,11 +142,14 @@ def command(model: str, text_file: Path | None, tasks: str | None, rows_file: Pa
         )
     rows, reference = _chosen(options["only"], options["reference"], in_tasks=names is not None)
     path, text = find_model(model), read_text(text_file)
+    stock = look(path)
+    if stock.build.problems():
+        ui.warn(stock.warning())
     file = RowFile(rows_file or cache_dir() / "eval" / "rows.jsonl")
     if names is None:
-        failures = _divergence(_plan(path, text, reference, rows, options), file, options)
+        failures = _divergence(_plan(path, text, reference, rows, options), file, stock, options)
     else:
-        failures = _tasks(_task_plan(path, text, names, reference, rows, options), file, options)
+        failures = _tasks(_task_plan(path, text, names, reference, rows, options), file, stock, options)
     for name, error in failures:
         click.echo(f"{name}: {error}", err=True)
     if failures:
@@ -171,26 +175,32 @@ def _task_plan(
     return TaskPlan(path, text, names, *sizes, options["weights"] == "f32", reference, tuple(rows), options["n_batch"])
 
 
-def _divergence(plan: EvaluationPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _divergence(
+    plan: EvaluationPlan, file: RowFile, stock: Stock, options: dict[str, Any]
+) -> tuple[tuple[str, str], ...]:
+    slow = stock.slow_names((plan.reference, *plan.rows))
     with terminable(_kept(file)), StatusLine() as status:
         result = evaluate(plan, file, _progress(status), options["keep_logits"])
     _show(
         options,
-        report.to_csv(result),
-        report.to_json(plan, result),
-        f"{report.table(result)}\n\n{report.footnote(plan)}; finished rows are kept in {file.path}",
+        report.to_csv(result, slow),
+        report.to_json(plan, result, stock, slow),
+        f"{report.table(result, slow)}\n\n{report.footnote(plan)}; finished rows are kept in {file.path}\n"
+        f"{report.stock_lines(stock, slow)}",
     )
     return result.failures
 
 
-def _tasks(plan: TaskPlan, file: RowFile, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _tasks(plan: TaskPlan, file: RowFile, stock: Stock, options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    slow = stock.slow_names((plan.reference, *plan.rows))
     with terminable(_kept(file)), StatusLine() as status:
         result = evaluate_tasks(plan, file, _progress(status))
     _show(
         options,
         task_report.to_csv(result),
-        task_report.to_json(plan, result),
-        f"{task_report.tables(result)}\n\n{task_report.footnote(plan)}; finished rows are kept in {file.path}",
+        task_report.to_json(plan, result, stock, slow),
+        f"{task_report.tables(result, slow)}\n\n{task_report.footnote(plan)}; "
+        f"finished rows are kept in {file.path}\n{report.stock_lines(stock, slow)}",
     )
     return result.failures
 

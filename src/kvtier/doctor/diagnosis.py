@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ..machine import hardware
+from ..machine import buildargs, hardware
+from ..machine.stockbuild import StockBuild
 from ..sizes import format_bytes
 
 Status = Literal["ok", "warn", "fail"]
@@ -28,8 +29,6 @@ SLOW_READ_RATE: Final = 200e6
 
 _REINSTALL: Final = "Install it again: pip install --force-reinstall --no-cache-dir "
 _REINSTALL_OURS: Final = "Install the package again, from its sources: pip install --force-reinstall --no-deps ."
-# ggml's words for instruction sets and those of /proc/cpuinfo, most important first
-_WORTHWHILE: Final = (("AVX512", "avx512f"), ("AVX2", "avx2"), ("FMA", "fma"), ("F16C", "f16c"))
 _ISA_NEEDS: Final = (
     ("avx512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
     ("avx2", ("avx2", "fma", "f16c")),
@@ -60,8 +59,8 @@ def diagnose(kv_dir: Path) -> list[Finding]:
     """Look at everything. `kv_dir` is where the disk tier would be."""
     flags = hardware.cpu_flags()
     probe = run_probe()
-    findings = [_python(), *_libraries(probe), *_instructions(probe, flags)]
     amx = hardware.amx_state(flags)
+    findings = [_python(), *_libraries(probe), *_stock(probe, flags, amx), *_kernels(probe, flags)]
     findings += [_amx(amx, probe, flags), _memory(hardware.memory()), _disk(kv_dir)]
     return findings
 
@@ -137,40 +136,57 @@ def _libraries(probe: ProbeResult) -> list[Finding]:
     return [*found, Finding("Devices", "ok", ", ".join(names))]
 
 
-def _instructions(probe: ProbeResult, flags: frozenset[str]) -> list[Finding]:
-    """What llama.cpp was compiled for, and what our kernels use, against what the processor has."""
-    findings = []
-    cpu = probe.steps.get("cpu")
-    if cpu is not None and cpu["features"]:
-        used = {name for name, value in cpu["features"].items() if value != "0"}
-        lacking = [name for name, flag in _WORTHWHILE if flag in flags and name not in used]
-        text = ", ".join(sorted(used)) or "none"
-        hint = (
-            f"llama.cpp was built without {', '.join(lacking)}, which this processor has. Faster:\n{_build_command(flags)}"
-            if lacking
-            else ""
+def _stock(probe: ProbeResult, flags: frozenset[str], amx: hardware.AmxState) -> list[Finding]:
+    """What llama.cpp was compiled for against what the processor has, and how fast its own attention is."""
+    build = _build_of(probe, flags)
+    if build is None:
+        return []
+    mend = f"Compile it anew:\n{_build_command(probe, flags, amx)}"
+    text = ", ".join(sorted(build.instruction_sets)) or "none"
+    without = f"llama.cpp was built without {', '.join(build.lacking)}, which this processor has. {mend}"
+    found = [Finding("llama.cpp's CPU code", "warn", text, without)] if build.lacking else []
+    found = found or [Finding("llama.cpp's CPU code", "ok", text)]
+    times = ", ".join(f"{ns:.0f} ns for heads of {size} channels" for size, ns in build.attention_ns.items())
+    if build.has_slow_heads:
+        slow = (
+            "llama.cpp's own attention over F16 caches is slow for heads that are no multiple of 128 channels. "
+            "kvtier's kernels are not concerned; stock llama.cpp decodes long contexts at half its rate or less. "
+            f"{mend}"
         )
-        findings.append(Finding("llama.cpp's CPU code", "warn" if lacking else "ok", text, hint))
+        found.append(Finding("llama.cpp attention", "warn", f"F16, per cell: {times}: longer for fewer", slow))
+    elif times:
+        found.append(Finding("llama.cpp attention", "ok", f"F16, per cell: {times}"))
+    return found
+
+
+def _build_of(probe: ProbeResult, flags: frozenset[str]) -> StockBuild | None:
+    llama, cpu = probe.steps.get("llama_cpp"), probe.steps.get("cpu")
+    if llama is None or cpu is None or not cpu["features"]:
+        return None
+    return StockBuild.from_answer(
+        {**llama, **cpu, "attention_ns": probe.steps.get("attention", {}).get("ns_per_cell", {})},
+        hardware.cpu_name(),
+        flags,
+    )
+
+
+def _kernels(probe: ProbeResult, flags: frozenset[str]) -> list[Finding]:
+    """What our kernels use against what the processor has."""
     plugin = probe.steps.get("plugin")
-    if plugin is not None:
-        best = next((isa for isa, needs in _ISA_NEEDS if flags.issuperset(needs)), "scalar")
-        isa = str(plugin["isa"])
-        lower = best != "scalar" and not isa.startswith(best)
-        findings.append(
-            Finding(
-                "Attention kernels",
-                "warn" if lower else "ok",
-                isa,
-                f"This processor has {best}; the library was built without it, or KVTIER_ISA names another."
-                if lower
-                else "",
-            )
-        )
-    return findings
+    if plugin is None:
+        return []
+    best = next((isa for isa, needs in _ISA_NEEDS if flags.issuperset(needs)), "scalar")
+    isa = str(plugin["isa"])
+    if best == "scalar" or isa.startswith(best):
+        return [Finding("Attention kernels", "ok", isa)]
+    hint = f"This processor has {best}; the library was built without it, or KVTIER_ISA names another."
+    return [Finding("Attention kernels", "warn", isa, hint)]
 
 
-def _build_command(flags: frozenset[str]) -> str:
-    return f'CMAKE_ARGS="{hardware.safe_cmake_args(flags)}" pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python'
+def _build_command(probe: ProbeResult, flags: frozenset[str], amx: hardware.AmxState) -> str:
+    """The shell command that puts the best build of the installed version in its place."""
+    args = buildargs.named_args(flags, amx, buildargs.compiler_takes)
+    return buildargs.install_command(args, str(probe.steps.get("llama_cpp", {}).get("version", "")))
 
 
 def _amx(state: hardware.AmxState, probe: ProbeResult, flags: frozenset[str]) -> Finding:
@@ -190,13 +206,13 @@ def _amx(state: hardware.AmxState, probe: ProbeResult, flags: frozenset[str]) ->
             "AMX",
             "fail",
             f"{texts[state]}, and llama.cpp was built with it: it crashes at the first prompt",
-            _build_command(flags),
+            _build_command(probe, flags, state),
         )
     return Finding(
         "AMX",
         "ok" if features else "warn",
         f"{texts[state]}; llama.cpp was built without it",
-        "" if features else _build_command(flags),
+        "" if features else _build_command(probe, flags, state),
     )
 
 

@@ -16,31 +16,6 @@ def _step(name: str, **found: Any) -> None:
     os.write(1, (json.dumps({"step": name, **found}) + "\n").encode())
 
 
-class _Feature(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
-
-
-def _cpu_features(ggml: Any) -> dict[str, str]:
-    """The instruction sets that ggml's CPU backend was compiled with."""
-    for name in ("ggml_backend_reg_by_name", "ggml_backend_reg_get_proc_address"):
-        getattr(ggml, name).restype = ctypes.c_void_p
-    registry = ggml.ggml_backend_reg_by_name(b"CPU")
-    address = (
-        ggml.ggml_backend_reg_get_proc_address(ctypes.c_void_p(registry), b"ggml_backend_get_features")
-        if registry
-        else None
-    )
-    if not address:
-        return {}
-    features = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
-    found: dict[str, str] = {}
-    i = 0
-    while features and features[i].name:
-        found[features[i].name.decode()] = (features[i].value or b"").decode()
-        i += 1
-    return found
-
-
 def _devices(ggml: Any) -> list[dict[str, Any]]:
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
@@ -60,20 +35,21 @@ def main() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
 
+    from ..machine import ggmlcpu
+
     libggml = api._lib  # ggml as libllama is linked to it, see runtime.libggml
     llama_cpp.llama_backend_init()
-    libggml.ggml_version.restype = ctypes.c_char_p
     _step(
         "llama_cpp",
         version=llama_cpp.__version__,
-        ggml=libggml.ggml_version().decode(),
+        ggml=ggmlcpu.version(libggml),
         path=os.path.dirname(llama_cpp.__file__),
     )
-    _step("cpu", features=_cpu_features(libggml))
-
     from ..errors import KvtierError
     from ..native import binding, runtime
 
+    _step("cpu", features=ggmlcpu.features(libggml))
+    _step("attention", ns_per_cell=ggmlcpu.attention_ns(libggml))
     try:
         loaded = runtime.load()
     except KvtierError as err:

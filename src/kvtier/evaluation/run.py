@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,15 +153,27 @@ def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
 
 
 def build_of(config: Configuration) -> str:
-    """What engine a row was measured with: llama-cpp-python's version, for kvtier the plug-in's hash, and a policy's."""
+    """What a row was measured with: llama-cpp-python's version and code, the plug-in's hash and a policy's."""
     import llama_cpp
 
-    parts = [str(llama_cpp.__version__)]
+    parts = [str(llama_cpp.__version__), _stock_hash()]
     if config.engine != "stock":
         parts.append(sha256_of(library_path()))
     if config.policy:
         parts.append(_policies_hash(config.policy))
     return " ".join(parts)
+
+
+@functools.cache
+def _stock_hash() -> str:
+    """Of ggml's CPU backend as it was compiled: another build gives other times, and other last bits."""
+    import llama_cpp
+
+    folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*ggml-cpu*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _policies_hash(policy: str) -> str:

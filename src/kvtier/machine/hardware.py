@@ -1,8 +1,8 @@
 """What this machine is: processor, memory, disk speed, and whether its AMX instructions fault.
 
-Only the standard library is imported here, and nothing of this package: `scripts/probe-amx.py` loads this file by its path
-before anything is installed. Nothing is compiled for the AMX probe either: a child process runs a few bytes of machine code,
-so that a fault kills the child and not the caller.
+Only the standard library is imported here, and nothing of this package: `scripts/probe-build.py` loads this file by its
+path before anything is installed. Nothing is compiled for the AMX probe either: a child process runs a few bytes of
+machine code, so that a fault kills the child and not the caller.
 """
 
 from __future__ import annotations
@@ -20,21 +20,6 @@ from typing import Final, Literal
 
 SPEED_BYTES: Final = 64 << 20
 PROBE_TIMEOUT_S: Final = 20.0
-
-# What llama.cpp's own instruction-set switches need, in the words of /proc/cpuinfo. GGML_AVX512 turns on all five at once.
-_SWITCHES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("GGML_SSE42", ("sse4_2",)),
-    ("GGML_AVX", ("avx",)),
-    ("GGML_AVX2", ("avx2",)),
-    ("GGML_FMA", ("fma",)),
-    ("GGML_F16C", ("f16c",)),
-    ("GGML_BMI2", ("bmi2",)),
-    ("GGML_AVX_VNNI", ("avx_vnni",)),
-    ("GGML_AVX512", ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")),
-    ("GGML_AVX512_VBMI", ("avx512vbmi",)),
-    ("GGML_AVX512_VNNI", ("avx512_vnni",)),
-    ("GGML_AVX512_BF16", ("avx512_bf16",)),
-)
 
 # Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's address
 # as its argument. Exit code 0: it ran; 2: the kernel gives no tiles; 3: no executable memory; a signal: it faulted.
@@ -234,15 +219,3 @@ def amx_state(flags: frozenset[str] | None = None) -> AmxState:
     if code < 0:
         return "faults"
     return "works" if code == 0 else "denied" if code == 2 else "unknown"
-
-
-def safe_cmake_args(flags: frozenset[str]) -> str:
-    """CMAKE_ARGS that build llama.cpp for this processor without AMX."""
-    switches = " ".join(f"-D{name}=ON" for name, needs in _SWITCHES if flags.issuperset(needs))
-    return f"-DGGML_NATIVE=OFF {switches}".strip()
-
-
-def cmake_args() -> str:
-    """CMAKE_ARGS for `pip install llama-cpp-python` on this machine: empty where its default (the native build) is safe."""
-    flags = cpu_flags()
-    return safe_cmake_args(flags) if amx_state(flags) in ("faults", "unknown") else ""

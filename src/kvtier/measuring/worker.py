@@ -3,7 +3,7 @@
     python -m kvtier.measuring.worker
 
 Commands: open, tokenize, count_tokens, fill, size, threads, decode, prefill, rewind, score, answer, widen, bandwidth,
-disk, close. An error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+disk, build, close. An error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -114,6 +114,21 @@ class Worker:
     def disk(self, directory: str) -> Answer:
         return {"bytes_per_s": disk_bandwidth(Path(directory))}
 
+    def build(self) -> Answer:
+        """How the installed llama.cpp was built, and how fast its own attention is; no model need be open."""
+        import llama_cpp
+
+        from ..machine import ggmlcpu
+        from ..native.runtime import libggml
+
+        llama_cpp.llama_backend_init()
+        return {
+            "version": llama_cpp.__version__,
+            "ggml": ggmlcpu.version(libggml),
+            "features": ggmlcpu.features(libggml),
+            "attention_ns": ggmlcpu.attention_ns(libggml),
+        }
+
     def widen(self, source: str, target: str) -> Answer:
         widen(Path(source), Path(target))
         return {}
@@ -158,6 +173,7 @@ _COMMANDS = frozenset(
         "rewind",
         "bandwidth",
         "disk",
+        "build",
         "widen",
         "score",
         "answer",

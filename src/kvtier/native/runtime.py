@@ -19,7 +19,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as api
 
 from ..errors import KvtierError, LibraryError, LlamaError
-from ..machine import hardware
+from ..machine import buildargs, hardware
 from . import binding
 
 DEVICE_NAME: Final = b"KVT0"
@@ -117,10 +117,10 @@ def _refuse_the_amx_trap() -> None:
     """Raise LibraryError where llama.cpp would be killed at its first matrix product, by instructions that only seem there."""
     if not built_with_amx() or hardware.amx_state() != "faults":
         return
+    args = buildargs.named_args(hardware.cpu_flags(), "faults", buildargs.compiler_takes)
     raise LibraryError(
         "this machine advertises AMX, but its instructions kill the process, and llama.cpp was built to use them",
-        f'Build it again without: CMAKE_ARGS="{hardware.cmake_args()}" pip install --force-reinstall --no-cache-dir '
-        "--no-binary llama-cpp-python llama-cpp-python",
+        f"Build it again without: {buildargs.install_command(args, llama_cpp.__version__)}",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...measuring.stock import Stock
 from ...measuring.table import markdown
 from ..report import DASH, shown_columns
 from . import NEEDLE
@@ -19,10 +20,10 @@ from .run import TaskEvaluation, TaskPlan
 _CELL: Final = "KV cache"
 
 
-def tables(result: TaskEvaluation) -> str:
-    """Scores, log-probabilities, and the needle by depth, as Markdown."""
+def tables(result: TaskEvaluation, slow: frozenset[str] = frozenset()) -> str:
+    """Scores, log-probabilities, and the needle by depth, as Markdown. Rates of `slow` rows are marked."""
     parts = [
-        "Answers found, %, and points above or below the reference:\n\n" + _scores(result),
+        "Answers found, %, and points above or below the reference:\n\n" + _scores(result, slow),
         "Mean log-probability of an expected token, nats, and the difference to the reference:\n\n" + _log_ps(result),
     ]
     needles = [row for rows in (result.reference, *result.rows) for row in rows if row.task == NEEDLE]
@@ -47,12 +48,12 @@ def _versus(values: Sequence[Sequence[float]], write: str, write_difference: str
     ]
 
 
-def _scores(result: TaskEvaluation) -> str:
+def _scores(result: TaskEvaluation, slow: frozenset[str]) -> str:
     configs = (result.reference, *result.rows)
     values = [[100 * row.score for row in rows] for rows in configs]
     with_mean = [[*row, float(np.mean(row))] for row in values] if len(values[0]) > 1 else values
     header = [_CELL, *(row.task for row in result.reference), *(["mean"] if len(values[0]) > 1 else [])]
-    costs = shown_columns([total_readings(rows) for rows in configs])
+    costs = shown_columns([total_readings(rows) for rows in configs], [rows[0].name in slow for rows in configs])
     cells = _versus(with_mean, ".1f", "+.1f")
     lines = [
         [name, *row, *(column[i] for _, column in costs)]
@@ -89,27 +90,30 @@ def footnote(plan: TaskPlan) -> str:
     return f"{plan.n_samples} prompts a task, {plan.n_tokens:,} tokens with their answers, seed {plan.seed}, {weights}"
 
 
-def to_json(plan: TaskPlan, result: TaskEvaluation) -> dict[str, Any]:
+def to_json(
+    plan: TaskPlan, result: TaskEvaluation, stock: Stock | None = None, slow: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Everything, down to the single answers."""
     return {
+        "stock": None if stock is None else stock.to_dict(),
         "model": str(plan.model),
         "tasks": list(plan.tasks),
         "n_tokens": plan.n_tokens,
         "n_samples": plan.n_samples,
         "seed": plan.seed,
         "f32_weights": plan.f32_weights,
-        "reference": _config_values(result.reference, result.reference),
-        "rows": [_config_values(rows, result.reference) for rows in result.rows],
+        "reference": _config_values(result.reference, result.reference, slow),
+        "rows": [_config_values(rows, result.reference, slow) for rows in result.rows],
         "failures": [{"name": name, "error": error} for name, error in result.failures],
     }
 
 
-def _config_values(rows: Sequence[TaskRow], reference: Sequence[TaskRow]) -> dict[str, Any]:
+def _config_values(rows: Sequence[TaskRow], reference: Sequence[TaskRow], slow: frozenset[str]) -> dict[str, Any]:
     tasks = [
         {**_task_values(row, exact), "answers": [asdict(answer) for answer in row.answers]}
         for row, exact in zip(rows, reference, strict=True)
     ]
-    return {"name": rows[0].name, "tasks": tasks, **asdict(total_readings(rows))}
+    return {"name": rows[0].name, "tasks": tasks, **asdict(total_readings(rows)), "slow_build": rows[0].name in slow}
 
 
 def _task_values(row: TaskRow, reference: TaskRow) -> dict[str, Any]:

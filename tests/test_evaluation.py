@@ -42,7 +42,7 @@ from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
-from kvtier.scorer.model import shipped
+from kvtier.policies.scorer import shipped
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
 PAIRS = st.integers(2, 40).flatmap(

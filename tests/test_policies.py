@@ -19,12 +19,12 @@ from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create
 from kvtier.policies.adaptive import Adaptive
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
 from kvtier.policies.delta import Delta
+from kvtier.policies.features import FEATURES
 from kvtier.policies.h2o import H2o
 from kvtier.policies.looks import LayerLook, Shape, Tracker
+from kvtier.policies.scorer import Scorer, shipped
 from kvtier.policies.sink_window import SinkWindow
 from kvtier.policies.validate import check_stats
-from kvtier.scorer.features import FEATURES
-from kvtier.scorer.model import Scorer, shipped
 
 from .traces import random_stats
 

@@ -91,7 +91,7 @@ def command(
 
 def _title(plan: Plan, model: str | None) -> str:
     """The name that was asked for, where it is one of `kvtier models`, and what the file calls itself."""
-    from ..model.names import known_models
+    from ..model.table import known_models
 
     name, architecture = plan.shape.name, plan.shape.architecture
     return (
@@ -114,14 +114,10 @@ def _as_asked(options: dict[str, Any]) -> list[str]:
 
 
 def _find(model: str | None, hf_repo: str | None) -> Path:
-    from ..model import names as models
+    from ..model.names import fetch_hf, resolve
 
     with ui.download_progress() as progress:
-        return (
-            models.resolve(model, progress=progress)
-            if model is not None
-            else models.fetch_hf(hf_repo or "", progress=progress)
-        )
+        return resolve(model, progress=progress) if model is not None else fetch_hf(hf_repo or "", progress=progress)
 
 
 def _machine(kv_dir: Path | None) -> Machine:

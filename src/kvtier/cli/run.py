@@ -253,7 +253,7 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:
-    from ..model import names as models
+    from ..model.names import fetch_hf, resolve
 
     if (model is None) == (hf_repo is None):
         raise UsageError(
@@ -264,9 +264,9 @@ def _find_model(model: str | None, hf_repo: str | None) -> Path:
         )
     with ui.download_progress() as progress:
         return (
-            models.fetch_hf(hf_repo, progress=progress)
+            fetch_hf(hf_repo, progress=progress)
             if model is None and hf_repo is not None
-            else models.resolve(model or "", progress=progress)
+            else resolve(model or "", progress=progress)
         )
 
 

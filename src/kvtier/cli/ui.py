@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import KvtierError, OutputError
-from ..model.names import FetchProgress
+from ..model.fetching import FetchProgress
 from ..sizes import format_bytes, format_rate
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFetchError, ModelNotFoundError
-from .names import FetchProgress, ProgressFn, sha256_of
+from .fetching import FetchProgress, ProgressFn, sha256_of
 
 _QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")  # tried in this order when a repository holds several
 _INSTALL = 'Install it: pip install "kvtier[hf]"   (or: pip install huggingface-hub)'

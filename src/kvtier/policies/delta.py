@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ..scorer.model import Scorer, load, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
 from .parameters import Parse, share
+from .scorer import Scorer, load, shipped
 
 LEAST: Final = np.float32(1e-6)  # fair shares of mass
 
@@ -25,7 +25,7 @@ def _scorer_of(text: str) -> Scorer | None:
 class Delta:
     """Keeps the pages that attention is expected to need most: what it needed of late stands for what it will.
 
-    `scorer` forecasts what it will need (`scorer.model.shipped`, or one that was trained or tuned on other text); None by default, since the present
+    `scorer` forecasts what it will need (`policies.scorer.shipped`, or one that was trained or tuned on other text); None by default, since the present
     mass alone costs less KL (docs/lossy.md). `forecast_share` is what the forecast counts for, of the logarithm; the rest is the present mass.
     """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import CancelledError, TraceError, UsageError
+from ..policies.scorer import Scorer
 from ..trace import Trace, read_trace
-from .model import Scorer
 from .quality import Quality, quality
 from .samples import LEAST_STEPS, Floats, pooled, require_length
 from .train import Training, train

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..policies.base import PLAN_STEPS, Budgets, PageStats
+from ..policies.features import features
 from ..simulator.engine import TraceEngine
 from ..trace import Trace
-from .features import features
 
 EVERY_STEPS: Final = 64  # from one sample to the next
 FIRST_STEP: Final = 64

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .features import FLOOR, LN2, PRESENT
-from .model import HIDDEN, Scorer, shapes
+from ..policies.features import FLOOR, LN2, PRESENT
+from ..policies.scorer import HIDDEN, Scorer, shapes
 
 Floats = npt.NDArray[np.float32]
 Weights = dict[str, Floats]

@@ -11,9 +11,9 @@ from pathlib import Path
 from ...measuring.child import Child
 from ...measuring.config import Configuration, Opening, rope_for
 from ...measuring.errors import MeasuringError, WorkerError
-from ...model.names import sha256_of
+from ...model.fetching import sha256_of
 from ..rows import RowFile, row_key
-from ..run import Report, build_of
+from ..run import WORKER, Report, build_of
 from ..widened import ModelFile
 from . import Prompt, make_prompts
 from .results import PromptAnswer, TaskRow
@@ -113,7 +113,7 @@ class _Run:
             opening = Opening(
                 str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, self.plan.n_batch, self.rope
             )
-            with Child(opening) as child:
+            with Child(opening, worker=WORKER) as child:
                 for i, (prompt, key) in enumerate(missing):
                     found[key] = self._measure(child, config.name, prompt, i, len(missing))
                     self.file.add(key, found[key])

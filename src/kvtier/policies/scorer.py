@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..errors import ScorerError
 from ..outputs import aside, discard, settle, unwritable
-from ..policies.base import PageStats
+from .base import PageStats
 from .features import FEATURES, FEATURES_VERSION, LN2, PRESENT, features
 
 VERSION: Final = 1

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..policies.base import PageStats
+from .base import PageStats
 
 FEATURES_VERSION: Final = 1
 

@@ -17,7 +17,7 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in s
 # The map of docs/architecture.md, lowest room first: a room may import only rooms of the lines above it here. A room is a
 # folder, or a module of the package's root.
 ROOMS = (
-    ("errors", "figures", "folders"),  # what every room shares
+    ("errors", "figures", "folders", "formats"),  # what every room shares
     ("sizes", "outputs", "machine"),
     ("settings", "trace"),
     ("model",),

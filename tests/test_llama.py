@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvtier import KVSettings, Llama, MemorySettings, errors
-from kvtier.figures import FORMATS, TIERS
+from kvtier.figures import TIERS
+from kvtier.formats import FORMATS
 
 from .texts import source_text
 

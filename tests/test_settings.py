@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier import KVSettings
 from kvtier.errors import ConfigError, NativeError, SettingsError
-from kvtier.figures import FORMATS
+from kvtier.formats import FORMATS
 from kvtier.native import binding, runtime
 from kvtier.settings import LEAST_EPS, MAX_EPS
 

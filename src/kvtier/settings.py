@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from .errors import SettingsError
-from .figures import FORMATS
 from .folders import cache_dir
+from .formats import FORMATS
 from .machine.hardware import memory
 from .sizes import parse_bytes, parse_share
 
@@ -24,7 +24,6 @@ MAX_SHARE: Final = 0.95
 PROTECT_FIRST: Final = 1  # pages, the native library's own default
 PROTECT_LAST: Final = 2  # likewise
 DEFAULT_FORMAT: Final = "f16"
-WIDE_FORMATS: Final = ("f32", "f16", "bf16")
 DEFAULT_EPS: Final = "0.07"  # about as near to exact as stock's f16 cache (docs/recall.md)
 COMPACT: Final = "q8_0"  # of a bounded cache: what it rounds is less than what is left out
 FIDELITIES: Final = ("exact", "bounded:EPS", "lossy")

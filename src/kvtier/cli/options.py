@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..errors import UsageError
-from ..figures import FORMATS
+from ..formats import FORMATS
 from ..model.plan import MAX_TOKENS
 from ..settings import KVSettings
 from ..sizes import parse_bytes, parse_tokens

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from ..formats import row_bytes
 from ..model.shape import AttentionLayer, ModelShape
 from ..settings import KVSettings
 
 LEAST: Final = 64  # tokens
 BUDGET_SHARE: Final = 2  # a batch takes at most one part in so many of the budget
-F16_BYTES: Final = 2
 
 
 def fitting_batch(shape: ModelShape, settings: KVSettings, n_batch: int) -> int:
@@ -28,4 +28,4 @@ def fitting_batch(shape: ModelShape, settings: KVSettings, n_batch: int) -> int:
 
 
 def _token_bytes(layer: AttentionLayer) -> int:
-    return F16_BYTES * layer.n_head_kv * (layer.d_k + layer.d_v)
+    return layer.n_head_kv * (row_bytes("f16", layer.d_k + layer.d_v) or 0)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BudgetError, NativeError
-from ..figures import FORMATS, LayerFigures
+from ..figures import LayerFigures
+from ..formats import FORMATS
 from ..machine import hardware
 from ..native.kv import KVCache
 from ..placement.placement import KVEngine, Placement

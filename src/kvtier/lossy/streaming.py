@@ -8,20 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ..figures import LayerFigures
+from ..formats import row_bytes
 from ..native.summary import SummaryGroup
 
 GROUP_PAGES = 8
 COORDINATES = "q4_0"  # half of the bytes of Q8_0; what is lost is lost with the dimensions that are gone
 BASIS = "q8_0"
-_PER_32 = {"q8_0": 34, "q4_0": 18}  # bytes
 
 
 def group_bytes(layer: LayerFigures, rank: int) -> int:
     """What a group takes in the native library, up to alignment."""
     n = GROUP_PAGES * layer.page_tokens
     width = -(-rank // 32) * 32
-    coordinates = n * 2 * width * _PER_32[COORDINATES] // 32
-    basis = width * (layer.d_k + layer.d_v) * _PER_32[BASIS] // 32
+    coordinates = 2 * n * (row_bytes(COORDINATES, width) or 0)
+    basis = (layer.d_k + layer.d_v) * (row_bytes(BASIS, width) or 0)
     return layer.n_head_kv * (coordinates + basis + 4 * (layer.d_k + layer.d_v) + 4 * n)
 
 

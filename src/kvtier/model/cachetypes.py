@@ -10,19 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ..settings import WIDE_FORMATS, KVSettings
+from ..formats import BY_NAME, WIDE_FORMATS
+from ..settings import KVSettings
 from .gguf import GgufHeader
 from .shape import AttentionLayer, ModelShape, shape_of
 
 AUTO: Final = "auto"
-GGML_TYPES: Final = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q4_0": 2,
-    "q4_1": 3,
-}  # their numbers in ggml's enum ggml_type
+GGML_TYPES: Final = {known.name: known.ggml_type for known in BY_NAME.values()}  # numbers in ggml's enum ggml_type
 _ROTATED_HEAD: Final = 64  # llama.cpp rotates heads whose size is a multiple of it
 _WIDE: Final = "f16"
 

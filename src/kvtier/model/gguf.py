@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import BinaryIO, Final, NoReturn
 
 from ..errors import GgufError
+from ..formats import BY_NAME
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -66,13 +67,9 @@ TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType(
     {
         type_id: TensorType(name, items, n_bytes)
         for type_id, name, items, n_bytes in (
-            (0, "f32", 1, 4),
-            (1, "f16", 1, 2),
-            (2, "q4_0", 32, 18),
-            (3, "q4_1", 32, 20),
+            *((f.ggml_type, f.name, f.block_items, f.block_bytes) for f in BY_NAME.values()),
             (6, "q5_0", 32, 22),
             (7, "q5_1", 32, 24),
-            (8, "q8_0", 32, 34),
             (9, "q8_1", 32, 36),
             (10, "q2_K", 256, 84),
             (11, "q3_K", 256, 110),
@@ -94,7 +91,6 @@ TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType(
             (27, "i64", 1, 8),
             (28, "f64", 1, 8),
             (29, "iq1_m", 256, 56),
-            (30, "bf16", 1, 2),
             (34, "tq1_0", 256, 54),
             (35, "tq2_0", 256, 66),
             (39, "mxfp4", 32, 17),

@@ -8,19 +8,18 @@ The compute buffer is an estimate with the shape of llama.cpp's own graph reserv
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
+from ..formats import BY_NAME, HEAD_ALIGN_BYTES, page_bytes, row_bytes
 from ..settings import COMPACT, SUB_PAGE_TOKENS
 from .gguf import GgufHeader, TensorInfo
 from .shape import AttentionLayer, ModelShape, shape_of
 
 CELL_ALIGN: Final = 256  # llama.cpp rounds contexts and sliding caches up to this many cells
-HEAD_ALIGN_BYTES: Final = 64
 KEY_ALIGN_BYTES: Final = 4096  # keys of a head that are kept apart
 KEY_SLACK_BYTES: Final = 16384
 PROCESS_BYTES: Final = 512 << 20  # left for Python, llama.cpp's own tables and the rest of the machine
@@ -31,18 +30,6 @@ LONG_TOKENS: Final = 8192  # from here on bounded fidelity pays, whatever room t
 LEAST_LOSSY_PERCENT: Final = 20  # of the cache, measured to be usable (docs/lossy.md)
 LOSSY_TYPE: Final = "f16"  # pages of lossy fidelity begin as
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
-
-# storage type -> (elements of a block, bytes of a block)
-CACHE_TYPES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
-    {
-        "f32": (1, 4),
-        "f16": (1, 2),
-        "bf16": (1, 2),
-        "q8_0": (32, 34),
-        "q4_0": (32, 18),
-        "q4_1": (32, 20),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +184,8 @@ def make_plan(
 def _checked(request: PlanRequest, shape: ModelShape) -> PlanRequest:
     for name in ("type_k", "type_v"):
         value = getattr(request, name)
-        if value not in CACHE_TYPES:
-            raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(CACHE_TYPES)}.")
+        if value not in BY_NAME:
+            raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(BY_NAME)}.")
     if not 0 <= request.n_ctx <= MAX_TOKENS:
         raise UsageError(
             f"a context of {request.n_ctx:,} tokens is not possible", f"Take 0 (the model's own) to {MAX_TOKENS:,}."
@@ -253,23 +240,6 @@ def sliding_cells(request: PlanRequest, n_swa: int, n_cells: int) -> int:
     if request.swa_full:
         return n_cells
     return _up(min(n_cells, n_swa * (request.n_seq_max if request.kv_unified else 1) + request.n_ubatch), CELL_ALIGN)
-
-
-def row_bytes(type_name: str, n_items: int) -> int | None:
-    """Bytes of a row of ggml's type, None if the row is not a multiple of its block."""
-    items, n_bytes = CACHE_TYPES[type_name]
-    return n_items // items * n_bytes if n_items % items == 0 else None
-
-
-def page_bytes(layer: AttentionLayer, type_k: str, type_v: str, page_tokens: int) -> int | None:
-    """Bytes of one page of a layer (csrc/store/format.h), None if the head size does not allow the format."""
-    k = row_bytes(type_k, layer.d_k)
-    v = row_bytes(type_v, layer.d_v)
-    if k is None or v is None:
-        return None
-    if CACHE_TYPES[type_v][0] == 1:
-        v = _up(layer.d_v, 16) * CACHE_TYPES[type_v][1]
-    return layer.n_head_kv * _up(page_tokens * (k + v), HEAD_ALIGN_BYTES)
 
 
 def _n_pages(layer: AttentionLayer, request: PlanRequest, n_cells: int, n_sliding: int, n_streams: int) -> int:

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidArgumentError, LibraryError, NativeError, from_code
-from ..figures import FORMATS, GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from ..figures import GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from ..formats import FORMATS
 from .summary import Summary, SummaryCells, SummaryGroup
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"

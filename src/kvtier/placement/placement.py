@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import BusyError, KvtierError, PolicyError
 from ..figures import UNLIMITED, Figures
+from ..formats import BY_NAME
 from ..native.kv import KVCache, LayerMass
 from ..native.pagekeys import PageKeys
 from ..policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
@@ -46,7 +47,6 @@ TIME_LIMIT_S: Final = (
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
-_BYTES_PER_F16: Final = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ def page_sizes(
     weights = [f.page_tokens * f.n_head_kv * (f.d_k + f.d_v) for f in (layer.figures for layer in layers)]
     held = sum(weight * int(np.count_nonzero(tier == HOST)) for weight, tier in zip(weights, tiers, strict=True))
     used = figures.tiers["host"].used_bytes
-    bytes_per_item = used / held if held and used else _BYTES_PER_F16
+    bytes_per_item = used / held if held and used else BY_NAME["f16"].bits / 8
     return [max(1, round(weight * bytes_per_item)) for weight in weights]
 
 

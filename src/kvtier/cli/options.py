@@ -13,7 +13,7 @@ import click
 from ..errors import UsageError
 from ..formats import FORMATS
 from ..model.plan import MAX_TOKENS
-from ..settings import KVSettings
+from ..settings import DEFAULT_EPS, KVSettings
 from ..sizes import parse_bytes, parse_tokens
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -179,7 +179,7 @@ def kv_options(function: F) -> F:
             option(
                 "--fidelity",
                 metavar="exact|bounded[:EPS]|lossy",
-                help="bounded:EPS: a decode step may leave out values of at most EPS (0.07) of the attention; lossy: what leaves RAM is gone. [default: exact]",
+                help=f"bounded:EPS: a decode step may leave out values of at most EPS ({DEFAULT_EPS}) of the attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",

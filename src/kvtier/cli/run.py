@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from .options import (
     require_utf8,
     require_utf8_path,
 )
-from .signals import StopFlag
+from .signals import StopFlag, unless_hung_up
 from .streaming import streaming
 from .texts import read_file
 
@@ -214,18 +213,15 @@ def command(
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
-        try:
+        exit_code: int | None = None
+        with unless_hung_up(stop):
             if text is None:
                 from .chat import converse
 
                 exit_code = converse(lambda: _load(job), sampling, stop, options["live"])
             else:
                 exit_code = _complete(job, text, chat, sampling, stop, as_json, options["live"])
-        except (OutputError, OSError):
-            if stop.signum != signal.SIGHUP:
-                raise
-            exit_code = stop.exit_code  # the terminal has gone, so nothing can be written to it
-    sys.exit(exit_code)
+    sys.exit(stop.exit_code if exit_code is None else exit_code)
 
 
 def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | None:

@@ -44,6 +44,8 @@ class PageStats:
         key_novelty: float32, 0..2, 1 - cosine of the page's mean key to the layer's; zeros where the engine gives none.
         protected: bool, pages that may not leave the host tier.
         clock: steps since the engine started; n_tokens: the longest stream, in tokens; page_tokens: tokens of a page.
+        n_taken_back: how often text was taken back so far. Pages of the same numbers then hold other text, and what a policy
+            remembers of them is void.
     """
 
     array: npt.NDArray[np.uint32]
@@ -67,12 +69,14 @@ class PageStats:
     clock: int
     n_tokens: int
     page_tokens: int
+    n_taken_back: int = 0
 
     def __len__(self) -> int:
         return len(self.page)
 
 
-ARRAYS: Final = tuple(f.name for f in fields(PageStats) if f.name not in ("clock", "n_tokens", "page_tokens"))
+NUMBERS: Final = ("clock", "n_tokens", "page_tokens", "n_taken_back")
+ARRAYS: Final = tuple(f.name for f in fields(PageStats) if f.name not in NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)

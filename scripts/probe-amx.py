@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Prints the CMAKE_ARGS with which llama-cpp-python is safe to build on this machine; nothing where its default is.
 
-Some virtual machines advertise AMX and fault on its instructions: a native build then crashes at the first prompt. Use it as
+Some virtual machines advertise AMX and fault on its instructions: a native build then crashes at the first prompt. Use
+it as
 
     CMAKE_ARGS="$(python3 scripts/probe-amx.py)" pip install llama-cpp-python
 

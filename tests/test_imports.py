@@ -14,8 +14,8 @@ import kvtier
 ROOT = Path(kvtier.__file__).parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-# The map of docs/architecture.md, lowest room first: a room may import only rooms of the lines above it here. A room is a
-# folder, or a module of the package's root.
+# The map of docs/architecture.md, lowest room first: a room may import only rooms of the lines above it here. A room is
+# a folder, or a module of the package's root.
 ROOMS = (
     ("errors", "figures", "folders", "formats"),  # what every room shares
     ("sizes", "outputs", "machine"),
@@ -104,8 +104,8 @@ def test_the_map_has_every_room() -> None:
     assert drawn == folders
 
 
-# A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no engine
-# either.
+# A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no
+# engine either.
 ENGINE = {module for module in MODULES if module.startswith(("native/", "engine/")) and module != "native/__init__"}
 
 

@@ -114,7 +114,8 @@ class LlamaError(KvtierError, RuntimeError, exit_code=12):
 
 
 class PolicyError(KvtierError):
-    """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried out."""
+    """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried
+    out."""
 
 
 class TraceError(UsageError):

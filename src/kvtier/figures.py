@@ -13,7 +13,10 @@ UNLIMITED: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier. `budget_bytes` is None without a limit; `held_bytes` were taken from the system for `used_bytes` of pages."""
+    """One tier.
+
+    `budget_bytes` is None without a limit; `held_bytes` were taken from the system for `used_bytes` of pages.
+    """
 
     budget_bytes: int | None
     used_bytes: int

@@ -159,7 +159,8 @@ def _show(plan: Plan, commands: list[str], title: str) -> None:
         ui.table(caches, header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
         if plan.bounded:
             ui.echo(
-                f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave RAM.\n"
+                f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave "
+                "RAM.\n"
             )
     _show_machine(plan, commands)
 
@@ -193,6 +194,7 @@ def _show_machine(plan: Plan, commands: list[str]) -> None:
         ui.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
     for way, words in zip(plan.options, commands, strict=True):
         ui.echo(
-            f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:"
+            f"\n{way.text[0].upper()}{way.text[1:]}, as "
+            f"{way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:"
         )
         ui.echo(f"  {words}")

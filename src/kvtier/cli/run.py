@@ -128,7 +128,8 @@ class _Job:
     type=FORMAT,
     default=None,
     metavar="FMT",
-    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are quantized]",
+    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are "
+    "quantized]",
 )
 @option(
     "-ctv",
@@ -199,7 +200,8 @@ def command(
     settings = kv_settings(options)
     if settings.fidelity == "lossy" and settings.host is None:
         ui.warn(
-            "--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory"
+            "--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free "
+            "memory"
         )
     options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")

@@ -224,7 +224,8 @@ def report_command(
 
 @contextmanager
 def _session(folder: Path | None, output: Path | None = None) -> Iterator[tuple[Path, StopFlag, Progress]]:
-    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it is.
+    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it
+    is.
 
     `output` is checked before: what takes long should not fail at its end.
     """

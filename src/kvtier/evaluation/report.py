@@ -74,7 +74,10 @@ def shown_columns(costs: Sequence[Readings]) -> list[tuple[str, list[str]]]:
 def footnote(plan: EvaluationPlan) -> str:
     """What the table's numbers are about, in a line."""
     weights = "weights widened to F32" if plan.f32_weights else "the model's own weights"
-    return f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,} in batches of {plan.n_batch:,}, {weights}"
+    return (
+        f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,} in batches of "
+        f"{plan.n_batch:,}, {weights}"
+    )
 
 
 def to_json(plan: EvaluationPlan, result: Evaluation) -> dict[str, Any]:

@@ -140,7 +140,10 @@ def _for_reference(config: Configuration) -> Configuration:
 
 
 def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
-    """Token ids of the plan's text and the context that the model was trained for. Raises UsageError for a text too short."""
+    """Token ids of the plan's text and the context that the model was trained for.
+
+    Raises UsageError for a text too short.
+    """
     opening = Opening(str(plan.model), Configuration("tokeniser"), 256, 1)
     with Child(opening) as child:
         tokens: list[int] = child.ask("tokenize", text=plan.text)["tokens"]
@@ -154,7 +157,8 @@ def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
 
 
 def build_of(config: Configuration) -> str:
-    """What engine a row was measured with: llama-cpp-python's version, for kvtier the plug-in's hash, and a policy's."""
+    """What engine a row was measured with: llama-cpp-python's version, for kvtier the plug-in's hash, and a
+    policy's."""
     import llama_cpp
 
     parts = [str(llama_cpp.__version__)]

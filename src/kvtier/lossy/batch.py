@@ -1,7 +1,8 @@
 """How many tokens may be computed together where the cache has a budget that forgets.
 
-Room for a whole batch has to be made before its attention has said what matters, and at most half of the budget is cleared for
-that: a larger batch drops pages that fewer bits would have kept. Very small ones are no better: each is one look at what attention wants.
+Room for a whole batch has to be made before its attention has said what matters, and at most half of the budget is
+cleared for that: a larger batch drops pages that fewer bits would have kept. Very small ones are no better: each is
+one look at what attention wants.
 """
 
 from __future__ import annotations

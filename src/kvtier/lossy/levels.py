@@ -1,4 +1,7 @@
-"""How much is kept of each page: whole, in fewer bits, or not at all. What counts is what the budget holds in the end."""
+"""How much is kept of each page: whole, in fewer bits, or not at all.
+
+What counts is what the budget holds in the end.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def growing(layers: Iterable[LayerFigures]) -> list[LayerFigures]:
 
 
 def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
-    """The levels below a page's own formats, largest first, the own one included; only own if its heads cannot be quantized."""
+    """The levels below a page's own formats, largest first, the own one included; only own if its heads cannot be
+    quantized."""
     own = Level(fmt_k, fmt_v)
     if layer.d_k % SUB or layer.d_v % SUB or layer.d_v == 0:
         return (own,)
@@ -51,15 +55,16 @@ def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
 
 
 def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
-    """A level for each of n pages, so that they fit into `room` bytes: int64 [n], index into the levels, n_levels for gone.
+    """A level for each of n pages, so that they fit into `room` bytes: int64 [n], index into the levels, n_levels for
+    gone.
 
     Args:
         keep: float32 [n], how much each page is wanted.
         sizes: int64 [n_levels], bytes of a page at each level, falling.
         room: bytes for all of them.
 
-    Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at the
-    smallest level. When some are gone, `TOP_SHARE` of those that stay get the level above the smallest.
+    Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at
+    the smallest level. When some are gone, `TOP_SHARE` of those that stay get the level above the smallest.
     """
     n, n_levels = len(keep), len(sizes)
     level = np.full(n, n_levels, np.int64)

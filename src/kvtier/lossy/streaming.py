@@ -1,4 +1,5 @@
-"""The streaming cache of one layer: groups of dropped pages in few dimensions, the lightest of which leave when there are too many."""
+"""The streaming cache of one layer: groups of dropped pages in few dimensions, the lightest of which leave when there
+are too many."""
 
 from __future__ import annotations
 
@@ -38,13 +39,19 @@ class StreamingCache:
     n_groups: int = 0
 
     def with_new(self, new: list[SummaryGroup], mass: npt.NDArray[np.float32]) -> tuple[SummaryGroup | int, ...]:
-        """The groups from now on: the present ones that stay, by their places, and new ones. `mass` is of the present ones, float32 [n_groups]."""
+        """The groups from now on: the present ones that stay, by their places, and new ones.
+
+        `mass` is of the present ones, float32 [n_groups].
+        """
         masses = np.concatenate([mass[: self.n_groups], np.array([group.mass for group in new], np.float32)])
         heaviest = np.sort(np.argsort(-masses, kind="stable")[: self.n_max]).tolist()
         return tuple(i if i < self.n_groups else new[i - self.n_groups] for i in heaviest)
 
 
 def whole_groups(going: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`going`, and as many of the next `candidates` that make it whole groups of pages. Both in the order in which they leave, `going` first."""
+    """`going`, and as many of the next `candidates` that make it whole groups of pages.
+
+    Both in the order in which they leave, `going` first.
+    """
     n = -(-len(going) // GROUP_PAGES) * GROUP_PAGES
     return candidates[: n if n <= len(candidates) else len(going)]

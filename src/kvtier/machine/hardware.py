@@ -1,8 +1,8 @@
 """What this machine is: processor, memory, disk speed, and whether its AMX instructions fault.
 
-Only the standard library is imported here, and nothing of this package: `scripts/probe-amx.py` loads this file by its path
-before anything is installed. Nothing is compiled for the AMX probe either: a child process runs a few bytes of machine code,
-so that a fault kills the child and not the caller.
+Only the standard library is imported here, and nothing of this package: `scripts/probe-amx.py` loads this file by its
+path before anything is installed. Nothing is compiled for the AMX probe either: a child process runs a few bytes of
+machine code, so that a fault kills the child and not the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Final, Literal
 SPEED_BYTES: Final = 64 << 20
 PROBE_TIMEOUT_S: Final = 20.0
 
-# What llama.cpp's own instruction-set switches need, in the words of /proc/cpuinfo. GGML_AVX512 turns on all five at once.
+# What llama.cpp's own instruction-set switches need, in the words of /proc/cpuinfo. GGML_AVX512 turns on all five at
+# once.
 _SWITCHES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("GGML_SSE42", ("sse4_2",)),
     ("GGML_AVX", ("avx",)),
@@ -36,8 +37,9 @@ _SWITCHES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("GGML_AVX512_BF16", ("avx512_bf16",)),
 )
 
-# Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's address
-# as its argument. Exit code 0: it ran; 2: the kernel gives no tiles; 3: no executable memory; a signal: it faulted.
+# Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's
+# address as its argument. Exit code 0: it ran; 2: the kernel gives no tiles; 3: no executable memory; a signal: it
+# faulted.
 _CHILD: Final = """
 import ctypes, mmap, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -125,7 +127,10 @@ def _cpuinfo() -> list[str]:
 
 
 def memory() -> Memory:
-    """RAM in total and free for use, with the limits of control groups taken into account. Zeros if the system does not say."""
+    """RAM in total and free for use, with the limits of control groups taken into account.
+
+    Zeros if the system does not say.
+    """
     total = available = 0
     try:
         for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
@@ -149,7 +154,10 @@ def memory() -> Memory:
 
 
 def give_back_free_memory() -> bool:
-    """Hand memory that was freed in this process back to the system, where the C library keeps it (glibc). False where it cannot be asked to."""
+    """Hand memory that was freed in this process back to the system, where the C library keeps it (glibc).
+
+    False where it cannot be asked to.
+    """
     import ctypes
 
     try:
@@ -161,7 +169,8 @@ def give_back_free_memory() -> bool:
 
 
 def disk_speed(folder: Path, n_bytes: int = SPEED_BYTES) -> DiskSpeed:
-    """Write and read `n_bytes` (a multiple of 1 MiB) in a file of `folder` that has no name, and so cannot be left behind.
+    """Write and read `n_bytes` (a multiple of 1 MiB) in a file of `folder` that has no name, and so cannot be left
+    behind.
 
     Raises OSError if the folder cannot be written, or is full.
     """
@@ -207,7 +216,8 @@ def _whole(n_done: int) -> None:
 
 
 def run_code(code_hex: str, *, tiles: bool = False) -> int:
-    """Run x86-64 machine code (a function, ending in ret) in a child process; returns its exit code, negative for a signal.
+    """Run x86-64 machine code (a function, ending in ret) in a child process; returns its exit code, negative for a
+    signal.
 
     With `tiles` the child first asks the kernel for AMX tile registers.
     """
@@ -226,7 +236,8 @@ def run_code(code_hex: str, *, tiles: bool = False) -> int:
 
 
 def amx_state(flags: frozenset[str] | None = None) -> AmxState:
-    """Whether AMX can be used: it is not there, it works, its instructions kill the process, or the kernel denies the tiles."""
+    """Whether AMX can be used: it is not there, it works, its instructions kill the process, or the kernel denies the
+    tiles."""
     flags = cpu_flags() if flags is None else flags
     if "amx_tile" not in flags or platform.machine() != "x86_64":
         return "absent"
@@ -243,6 +254,7 @@ def safe_cmake_args(flags: frozenset[str]) -> str:
 
 
 def cmake_args() -> str:
-    """CMAKE_ARGS for `pip install llama-cpp-python` on this machine: empty where its default (the native build) is safe."""
+    """CMAKE_ARGS for `pip install llama-cpp-python` on this machine: empty where its default (the native build) is
+    safe."""
     flags = cpu_flags()
     return safe_cmake_args(flags) if amx_state(flags) in ("faults", "unknown") else ""

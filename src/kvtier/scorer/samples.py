@@ -38,7 +38,8 @@ class Sample:
 
 
 def require_length(n_steps: int, what: str) -> None:
-    """Raises UsageError if a recording of so many steps has no sample; `what` names it and says what it is too short for."""
+    """Raises UsageError if a recording of so many steps has no sample; `what` names it and says what it is too short
+    for."""
     if n_steps < LEAST_STEPS:
         raise UsageError(what, f"Take at least {LEAST_STEPS}.")
 

@@ -21,7 +21,8 @@ from .results import PromptAnswer, TaskRow
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
-    """Which tasks, how long (`n_tokens`, prompt and answer together), how many prompts of each, for which configurations."""
+    """Which tasks, how long (`n_tokens`, prompt and answer together), how many prompts of each, for which
+    configurations."""
 
     model: Path
     text: str
@@ -48,7 +49,8 @@ class TaskEvaluation:
 def evaluate_tasks(plan: TaskPlan, file: RowFile, report: Report) -> TaskEvaluation:
     """Measure what is not in `file` yet. A row that fails is reported and does not stop the others.
 
-    Raises UsageError for a task or text that has no such length, and MeasuringError when the reference cannot be measured.
+    Raises UsageError for a task or text that has no such length, and MeasuringError when the reference cannot be
+    measured.
     """
     file.make_folder()
     prompts, n_ctx_train = _prompts(plan, report)

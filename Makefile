@@ -47,7 +47,7 @@ bench: setup ## Print the table of decode and prefill rates beside stock llama.c
 	$(BIN)/kvtier bench
 
 scorer: setup ## Train the scorer's weights anew on TEXTS (files, or 'python'), judged by HELD_OUT
-	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) --traces build/traces -o src/kvtier/scorer/weights.npz
+	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) --traces build/traces -o src/kvtier/policies/weights.npz
 
 lint: $(VENV)/.lint-stamp setup ## Check style, formatting and types
 	$(BIN)/ruff check src tests scripts

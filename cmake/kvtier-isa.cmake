@@ -1,5 +1,5 @@
-# Instruction sets. The binary is built for the oldest processor of its architecture; a kernel file that needs more gets its
-# own flags by name and is entered only after a check at run time. Never -march=native: wheels travel.
+# Instruction sets. The binary is built for the oldest processor of its architecture; a kernel file that needs more gets
+# its own flags by name and is entered only after a check at run time. Never -march=native: wheels travel.
 
 set(kvt_flags_avx2       -mavx2 -mfma -mf16c)
 set(kvt_flags_avx512     -mavx512f -mavx512bw -mavx512vl -mavx512dq ${kvt_flags_avx2})

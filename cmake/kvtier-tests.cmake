@@ -1,4 +1,5 @@
-# Every csrc/tests/test-*.cpp is one executable and one ctest test, in its own process; every bench-*.cpp is an executable.
+# Every csrc/tests/test-*.cpp is one executable and one ctest test, in its own process; every bench-*.cpp is an
+# executable.
 
 file(GLOB kvt_test_sources  CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/test-*.cpp")
 file(GLOB kvt_bench_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/bench-*.cpp")
@@ -17,8 +18,10 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
     if(name MATCHES "^test-")
         add_dependencies(kvtier-tests ${name})
         set(arguments "")
-        if(name MATCHES "^test-(attention|recall|summary)$" AND KVTIER_SANITIZE STREQUAL "thread" AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-            set(arguments avx2)  # the threading is the same for all instruction sets, and the matrix is slow under this sanitizer
+        if(name MATCHES "^test-(attention|recall|summary)$" AND KVTIER_SANITIZE STREQUAL "thread"
+           AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+            # the threading is the same for all instruction sets, and the matrix is slow under this sanitizer
+            set(arguments avx2)
         endif()
         add_test(NAME ${name} COMMAND ${name} ${arguments})
         set_tests_properties(${name} PROPERTIES TIMEOUT 1200)
@@ -27,6 +30,7 @@ endforeach()
 
 # The NEON kernels, cross-compiled and run by qemu-user; skipped where those tools are missing.
 if(NOT KVTIER_SANITIZE AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
-    add_test(NAME test-attention-neon COMMAND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/run-neon.sh" "${CMAKE_CURRENT_BINARY_DIR}/neon")
+    add_test(NAME test-attention-neon COMMAND
+        "${CMAKE_CURRENT_SOURCE_DIR}/csrc/tests/run-neon.sh" "${CMAKE_CURRENT_BINARY_DIR}/neon")
     set_tests_properties(test-attention-neon PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()

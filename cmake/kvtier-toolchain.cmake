@@ -1,4 +1,5 @@
-# Build type, language level, warnings, sanitizers and the thread runtime: one interface target, kvtier-flags, carries them.
+# Build type, language level, warnings, sanitizers and the thread runtime: one interface target, kvtier-flags, carries
+# them.
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
     set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
@@ -16,12 +17,14 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Windows")
     message(FATAL_ERROR "kvtier: Windows is not supported yet; use WSL 2, where the Linux build works")
 endif()
 
-# ggml's CPU backend runs on the compiler's OpenMP runtime. Ours must be the same one, or two pools of spinning threads share the cores.
+# ggml's CPU backend runs on the compiler's OpenMP runtime. Ours must be the same one, or two pools of spinning threads
+# share the cores.
 find_package(OpenMP COMPONENTS CXX)
 if(NOT OpenMP_CXX_FOUND)
     message(FATAL_ERROR
         "kvtier: the compiler ${CMAKE_CXX_COMPILER} cannot build OpenMP code.\n"
-        "Fix: install its OpenMP runtime (Debian/Ubuntu: 'apt-get install g++' or 'libomp-dev' for clang; macOS: 'brew install libomp').")
+        "Fix: install its OpenMP runtime "
+        "(Debian/Ubuntu: 'apt-get install g++' or 'libomp-dev' for clang; macOS: 'brew install libomp').")
 endif()
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
@@ -35,7 +38,8 @@ target_compile_options(kvtier-flags INTERFACE $<$<NOT:$<CONFIG:Debug>>:-O3>)
 
 if(KVTIER_SANITIZE)
     if(NOT KVTIER_SANITIZE MATCHES "^(address|undefined|address,undefined|thread)$")
-        message(FATAL_ERROR "kvtier: KVTIER_SANITIZE='${KVTIER_SANITIZE}' is not known.\nFix: use 'address,undefined' or 'thread'.")
+        message(FATAL_ERROR "kvtier: KVTIER_SANITIZE='${KVTIER_SANITIZE}' is not known.\n"
+            "Fix: use 'address,undefined' or 'thread'.")
     endif()
     set(kvt_sanitize_flags -fsanitize=${KVTIER_SANITIZE} -fno-omit-frame-pointer -g1)
     if(KVTIER_SANITIZE MATCHES "undefined")

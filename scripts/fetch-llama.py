@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Puts the pinned llama.cpp source into third_party/llama.cpp.
 
-The source comes inside the source package of llama-cpp-python at the pin, which pip gets by name and version; its SHA-256
-is checked before anything is unpacked. The package itself is kept beside the tree, so that llama-cpp-python can be
-installed from exactly the file that was checked. Doing it again when the tree is complete changes nothing.
+The source comes inside the source package of llama-cpp-python at the pin, which pip gets by name and version; its
+SHA-256 is checked before anything is unpacked. The package itself is kept beside the tree, so that llama-cpp-python can
+be installed from exactly the file that was checked. Doing it again when the tree is complete changes nothing.
 
     python3 scripts/fetch-llama.py                 get it with pip
     python3 scripts/fetch-llama.py --from FILE     use a package that is already here
@@ -89,7 +89,8 @@ def unpack(package: Path) -> None:
         with tarfile.open(package) as archive:
             for member in archive:
                 inner = PurePosixPath(member.name[len(INSIDE) :])
-                # .git is a pointer to a repository that is not in the package; git commands in the tree would trip over it
+                # .git is a pointer to a repository that is not in the package; git commands in the tree would trip over
+                # it
                 if not member.name.startswith(INSIDE) or not member.isfile() or ".git" in inner.parts:
                     continue
                 if ".." in inner.parts or inner.is_absolute():

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compares the binary interface of ggml in llama-cpp-python source packages with that of the pinned tree.
 
-For every package: the API version, limits, layout of the structs and numbers of the enums that the plug-in relies on come
-from a program compiled against its headers; the interface structs are compared slot by slot as text, without comments.
-Prints the differences. Exit status: 0 none, 1 some, 2 bad use.
+For every package: the API version, limits, layout of the structs and numbers of the enums that the plug-in relies on
+come from a program compiled against its headers; the interface structs are compared slot by slot as text, without
+comments. Prints the differences. Exit status: 0 none, 1 some, 2 bad use.
 
     python3 scripts/ggml-interface.py llama_cpp_python-0.3.35.tar.gz [...]
 """
@@ -24,7 +24,8 @@ FIELDS = {
     "ggml_backend_dev_props": "name description memory_free memory_total type device_id caps",
 }
 SIZES = (
-    "ggml_tensor ggml_init_params ggml_type_traits ggml_backend_buffer_type_i ggml_backend_buffer_type ggml_backend_buffer_i "
+    "ggml_tensor ggml_init_params ggml_type_traits ggml_backend_buffer_type_i ggml_backend_buffer_type "
+    "ggml_backend_buffer_i "
     "ggml_backend_buffer ggml_backend_i ggml_backend ggml_backend_device_i ggml_backend_device ggml_backend_reg_i "
     "ggml_backend_reg ggml_backend_dev_props ggml_backend_dev_caps"
 )

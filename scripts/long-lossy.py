@@ -27,9 +27,19 @@ def main() -> None:
     settings = KVSettings(host=args.host, fidelity="lossy")
     n_ctx = args.tokens + 256
     with Llama(
-        str(resolve(args.model)), n_ctx=n_ctx, n_batch=64, n_ubatch=64, n_threads=args.threads, n_threads_batch=args.threads,
-        rope_scaling_type=2, rope_freq_scale=8192 / n_ctx, verbose=False, seed=1, kv_settings=settings, policy=args.policy,
-    ) as llm:  # fmt: skip
+        str(resolve(args.model)),
+        n_ctx=n_ctx,
+        n_batch=64,
+        n_ubatch=64,
+        n_threads=args.threads,
+        n_threads_batch=args.threads,
+        rope_scaling_type=2,
+        rope_freq_scale=8192 / n_ctx,
+        verbose=False,
+        seed=1,
+        kv_settings=settings,
+        policy=args.policy,
+    ) as llm:
         process = psutil.Process()
         llm.eval(llm.tokenize(b"It was the best of times, it was the worst of times,"))
         n, n_before, start = 0, 0, time.perf_counter()
@@ -40,8 +50,10 @@ def main() -> None:
                 seconds = time.perf_counter() - start
                 f = llm.kv.figures
                 print(
-                    f"{n:6d} tokens: rss {process.memory_info().rss / 2**20:.1f} MiB, cache {f.tiers['host'].held_bytes / 2**20:.2f} MiB "
-                    f"({f.tiers['host'].n_pages:,} pages, {f.tiers['none'].n_pages:,} gone), {(n - n_before) / seconds:.1f} tokens/s",
+                    f"{n:6d} tokens: rss {process.memory_info().rss / 2**20:.1f} MiB, cache "
+                    f"{f.tiers['host'].held_bytes / 2**20:.2f} MiB "
+                    f"({f.tiers['host'].n_pages:,} pages, {f.tiers['none'].n_pages:,} gone), "
+                    f"{(n - n_before) / seconds:.1f} tokens/s",
                     flush=True,
                 )
                 n_before, start = n, time.perf_counter()

@@ -7,7 +7,8 @@ then answers those queries in many ways: which form of the keys is scored, which
 the others. For each way it prints the bytes read (keys, values and what stays in memory for the choice) as a share of
 F16 keys and values, the softmax probability of the values that were read, and the error of the output.
 
-With --pages, the table of docs/lossy.md instead: what it costs to keep the half of the pages that is wanted least in other forms.
+With --pages, the table of docs/lossy.md instead: what it costs to keep the half of the pages that is wanted least in
+other forms.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def _array(address: int) -> npt.NDArray[np.generic]:
 
 
 class Capture:
-    """Queries of every decode step as lists by layer, and keys and values of the steps that `step` says: one after another."""
+    """Queries of every decode step as lists by layer, and keys and values of the steps that `step` says: one after
+    another."""
 
     def __init__(self) -> None:
         base = ctypes.CDLL(str(next((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.so"))))
@@ -133,7 +135,8 @@ def _f16(x: Array) -> Array:
 
 
 def rotated(x: Array) -> Array:
-    """The Walsh-Hadamard transform of every 64 channels, as llama.cpp has it before a quantized cache: no product changes."""
+    """The Walsh-Hadamard transform of every 64 channels, as llama.cpp has it before a quantized cache: no product
+    changes."""
     h = np.ones((1, 1), np.float32)
     while len(h) < ROTATED:
         h = np.block([[h, h], [h, -h]]) / np.sqrt(np.float32(2))
@@ -317,7 +320,8 @@ class Layer:
 
 
 def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
-    """Means of `Layer.answer` over layers without a window and steps, and the share of pages that bounds let be dropped, by eps."""
+    """Means of `Layer.answer` over layers without a window and steps, and the share of pages that bounds let be
+    dropped, by eps."""
     longest = max(int(visible.sum()) for visible in taken.visible)
     rows: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {way: [] for way in ways()}
     dropped = []
@@ -339,7 +343,8 @@ def study(taken: Capture) -> tuple[dict[tuple[str, str, str], Array], Array]:
     return means, np.mean(dropped, 0, dtype=np.float32)
 
 
-# --- forms of whole pages, keys and values, that are kept instead of being dropped: what comes back, and bytes per token and KV head
+# --- forms of whole pages, keys and values, that are kept instead of being dropped: what comes back, and bytes per
+# token and KV head
 
 GROUP = 256  # tokens that share a basis
 
@@ -383,7 +388,8 @@ PAGES: dict[str, tuple[Form, Form]] = {
 
 
 def study_pages(taken: Capture) -> list[tuple[str, float, float]]:
-    """(form, bytes per token and KV head, relative error of the output), means over layers without a window and steps."""
+    """(form, bytes per token and KV head, relative error of the output), means over layers without a window and
+    steps."""
     longest = max(int(visible.sum()) for visible in taken.visible)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*PAGES, "dropped")}
     for layer, queries in enumerate(taken.queries):

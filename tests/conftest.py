@@ -1,4 +1,5 @@
-"""What every test shares: nothing of the environment of whoever runs them, time for slow machines, and the real models, fetched once by name."""
+"""What every test shares: nothing of the environment of whoever runs them, time for slow machines, and the real models,
+fetched once by name."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from kvtier.model.names import resolve
 
 TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-# Every option of the command line is a variable too, and KVTIER_CONFIG is read by the library. These say where things are and how tests are run.
+# Every option of the command line is a variable too, and KVTIER_CONFIG is read by the library. These say where things
+# are and how tests are run.
 KEPT = ("KVTIER_LIBRARY", "KVTIER_CACHE_DIR", "KVTIER_ISA", "KVTIER_TEST_PROGRAMS", "KVTIER_WRITE_DOCS")
 
 for name in list(os.environ):  # at once, so that fixtures of the session and child processes see none of it either

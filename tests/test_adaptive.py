@@ -23,11 +23,14 @@ from .texts import source_text
 from .traces import random_stats, synthetic
 
 PROSE = (
-    "It was late in the evening when the two of them came back from the harbour, tired and wet. The rain had not stopped since noon; "
-    "the streets were empty, and only the inn by the church still had a light in its window. They went in without a word. "
+    "It was late in the evening when the two of them came back from the harbour, tired and wet. The rain had not "
+    "stopped since noon; "
+    "the streets were empty, and only the inn by the church still had a light in its window. They went in without a "
+    "word. "
 ) * 20
 CHAT = "".join(
-    f"<|im_start|>user\nWhat is the capital of country {i}?<|im_end|>\n<|im_start|>assistant\nI do not know.<|im_end|>\n"
+    f"<|im_start|>user\nWhat is the capital of country {i}?<|im_end|>\n<|im_start|>assistant\nI do not "
+    "know.<|im_end|>\n"
     for i in range(20)
 )
 NEUTRAL = Signals(

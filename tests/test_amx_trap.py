@@ -1,4 +1,5 @@
-"""A machine whose AMX instructions kill the process: refused with the command that helps, before llama.cpp runs into it."""
+"""A machine whose AMX instructions kill the process: refused with the command that helps, before llama.cpp runs into
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which cache types llama.cpp is told where nobody asked for one: quantized where pages are, so that it rotates what is rounded."""
+"""Which cache types llama.cpp is told where nobody asked for one: quantized where pages are, so that it rotates what is
+rounded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What a bounded step says it left out, on steps of real models, with brute force as the judge.
 
-Queries and keys are taken from llama.cpp while it reads a text, rotated as it rotates them for a quantized cache, and handed to test-recall,
-which keeps the keys as they were beside those that are stored: of every query of every layer it works out in F64 which probability was left out.
+Queries and keys are taken from llama.cpp while it reads a text, rotated as it rotates them for a quantized cache, and
+handed to test-recall, which keeps the keys as they were beside those that are stored: of every query of every layer it
+works out in F64 which probability was left out.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class Terminal:
         self._process.send_signal(signum)
 
     def wait_for_its_waiting(self) -> None:
-        """Until it sleeps. Python's readline looks for signals only while it waits for a key: one that comes in the moment
+        """Until it sleeps.
+
+        Python's readline looks for signals only while it waits for a key: one that comes in the moment
         between the prompt and that waiting is answered at the next key or signal.
         """
         main_thread = psutil.Process(self._process.pid)

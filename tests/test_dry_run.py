@@ -1,4 +1,5 @@
-"""llama.cpp plans memory with contexts that have no memory (llama-server fits its parameters so): nothing may abort then."""
+"""llama.cpp plans memory with contexts that have no memory (llama-server fits its parameters so): nothing may abort
+then."""
 
 from __future__ import annotations
 

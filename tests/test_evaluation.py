@@ -42,7 +42,7 @@ from kvtier.measuring.engine import Engine
 from kvtier.measuring.errors import MeasuringError
 from kvtier.measuring.spec import SpecError, parse_spec, setting_keys
 from kvtier.measuring.text import library_text
-from kvtier.scorer.model import shipped
+from kvtier.policies.scorer import shipped
 
 LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.floats(-80, 80, width=32))
 PAIRS = st.integers(2, 40).flatmap(
@@ -368,7 +368,8 @@ def test_a_text_that_is_too_short(smollm2_path: Path, tmp_path: Path) -> None:
 
 
 def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) -> None:
-    """With F32 weights only the cache rounds: F32 pages are llama.cpp's own F32 attention, and every format has its place."""
+    """With F32 weights only the cache rounds: F32 pages are llama.cpp's own F32 attention, and every format has its
+    place."""
     lengths = ["--prefix", "300", "--tokens", "12"]
     wanted = ["kvtier f32", "kvtier f16", "kvtier bf16", "kvtier q8_0", "kvtier q4_1", "kvtier q4_0", "stock f16"]
     files = ["--rows", str(tmp_path / "rows.jsonl"), "--csv", str(tmp_path / "rows.csv")]

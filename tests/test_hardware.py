@@ -44,7 +44,8 @@ def test_the_tile_configuration_reaches_the_code() -> None:
 @X86
 @pytest.mark.parametrize(("code", "state"), [(RET, "works"), (UD2, "faults")])
 def test_amx_states_where_the_kernel_gives_tiles(monkeypatch: pytest.MonkeyPatch, code: str, state: str) -> None:
-    """The instruction that runs is replaced, the way to run it is the real one; tiles are asked for only on a machine that has them."""
+    """The instruction that runs is replaced, the way to run it is the real one; tiles are asked for only on a machine
+    that has them."""
     has_amx = "amx_tile" in hardware.cpu_flags()
     monkeypatch.setattr(hardware, "_AMX_CODE", code)
     if not has_amx:
@@ -108,7 +109,10 @@ def test_disk_speed_of_a_missing_folder(tmp_path: Path) -> None:
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """In a child, whose heap is known: many small blocks, of which the last stays. A C library other than glibc is not asked."""
+    """In a child, whose heap is known: many small blocks, of which the last stays.
+
+    A C library other than glibc is not asked.
+    """
     code = """if True:
         import ctypes, psutil
         from kvtier.machine.hardware import give_back_free_memory

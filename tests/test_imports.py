@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,27 +14,28 @@ import kvtier
 ROOT = Path(kvtier.__file__).parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-# Modules of the core may import only modules of a lower line, and of their own line if the set says so.
-LAYERS = (
-    {"errors", "figures", "sizes", "folders", "outputs", "native/summary", "machine/hardware", "machine/buildargs"},
-    {"settings", "trace", "machine/stockbuild", "machine/ggmlcpu"},
-    {"model/gguf", "model/names", "model/hub"},
-    {"model/shape"},
-    {"model/cachetypes", "model/plan"},
-    {"native/binding"},
-    {"native/kv", "native/runtime"},
-    {"policies/base", "policies/parameters"},
-    {"policies/apply", "policies/validate", "policies/looks", "policies/registry"},
-    {"native/pagekeys", "native/products"},
-    {"placement/placement"},
-    {"lossy/batch", "lossy/budget", "lossy/compress", "lossy/levels", "lossy/online", "lossy/streaming"},
-    {"lossy/settings"},
-    {"lossy/stand_ins"},
-    {"lossy/memory"},
-    {"engine/samebits"},
-    {"engine/llama"},
-    {"engine/chat", "engine/generation", "engine/recording"},
+# The map of docs/architecture.md, lowest room first: a room may import only rooms of the lines above it here. A room is
+# a folder, or a module of the package's root.
+ROOMS = (
+    ("errors", "figures", "folders", "formats"),  # what every room shares
+    ("sizes", "outputs", "machine"),
+    ("settings", "trace"),
+    ("model",),
+    ("policies",),
+    ("simulator",),
+    ("native",),
+    ("placement",),
+    ("lossy",),
+    ("engine",),
+    ("doctor",),
+    ("scorer",),
+    ("measuring",),
+    ("bench",),
+    ("evaluation",),
+    ("cli",),
+    ("__init__", "__main__"),
 )
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_HOME = {"cffi": {"native/binding"}, "rich": {"cli/ui"}}
 
 
@@ -71,16 +73,39 @@ def test_one_module_per_outside_world() -> None:
         assert users == homes, f"{package} may be imported by {homes} only"
 
 
-def test_core_layers_point_one_way() -> None:
-    rank = {module: i for i, layer in enumerate(LAYERS) for module in layer}
-    for module, level in rank.items():
+def _room(module: str) -> str:
+    return module.split("/")[0]
+
+
+def test_every_module_has_a_room_and_every_room_modules() -> None:
+    assert {_room(module) for module in MODULES} == set(FLOOR)
+
+
+def test_rooms_point_one_way() -> None:
+    for module in MODULES:
         for imported in _own_imports(module):
-            assert imported in rank, f"{module} imports {imported}, which is not in the core"
-            same_line = rank[imported] == level and module in {"model/names", "model/hub", "sizes", "outputs"}
-            assert rank[imported] < level or same_line, f"{module} imports {imported}, which is not below it"
+            here, there = _room(module), _room(imported)
+            assert here == there or FLOOR[there] < FLOOR[here], f"{module} imports {imported}, which is not below it"
 
 
-# A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no engine either.
+def test_no_modules_import_in_a_circle() -> None:
+    left = {module: _own_imports(module) - {module} for module in MODULES}
+    while ready := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in ready:
+            del left[module]
+    assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
+def test_the_map_has_every_room() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^      (\w+(?:/, \w+)*)/ ", page, flags=re.M)
+    drawn = [room for row in rows for room in row.split("/, ")]
+    folders = [room for rooms in ROOMS for room in rooms if (ROOT / room).is_dir()]
+    assert drawn == folders
+
+
+# A policy gets arrays: it knows nothing of the library, of llama.cpp, or of files. The simulator and traces need no
+# engine either.
 ENGINE = {module for module in MODULES if module.startswith(("native/", "engine/")) and module != "native/__init__"}
 
 

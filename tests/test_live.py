@@ -69,7 +69,10 @@ class Screen:
 def run_on_terminal(
     *args: str, size: tuple[int, int] = (80, 24), on_output: Callable[[int, str], None] | None = None
 ) -> tuple[int, Screen, str]:
-    """Exit code, the screen at the end, and all output. `on_output(pid, output so far)` is called whenever something came."""
+    """Exit code, the screen at the end, and all output.
+
+    `on_output(pid, output so far)` is called whenever something came.
+    """
     raw = b""
     with on_terminal("run", *args, size=size) as (process, fd):
         for data in pieces(fd):
@@ -195,8 +198,20 @@ def test_a_narrow_panel_loses_nothing(width: int) -> None:
     rows = [line.plain for line in ui.panel_lines(seen, "abcdefgh", width)]
     assert max(map(len, rows)) <= width
     text = " ".join(rows)
-    parts = ("4.56 tokens/s", "123 tokens", "adaptive", "of 8.00 MiB", "1,234 pages", "56,789 pages", "90 % of attention 48.8 %",
-             "skipped 1.23 % (at most 4.56 %)", "recall 65.4 %", "hits 78.9 %", "attention outside RAM 32.1 %", "12 pages gone")  # fmt: skip
+    parts = (
+        "4.56 tokens/s",
+        "123 tokens",
+        "adaptive",
+        "of 8.00 MiB",
+        "1,234 pages",
+        "56,789 pages",
+        "90 % of attention 48.8 %",
+        "skipped 1.23 % (at most 4.56 %)",
+        "recall 65.4 %",
+        "hits 78.9 %",
+        "attention outside RAM 32.1 %",
+        "12 pages gone",
+    )
     assert [part for part in parts if part not in text] == []
     first = next(i for i, row in enumerate(rows) if row.startswith("layers "))
     bars = [row[7:].split(" ")[0] for row in rows[first:] if row.startswith(("layers ", "       "))]

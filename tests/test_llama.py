@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvtier import KVSettings, Llama, MemorySettings, errors
-from kvtier.figures import FORMATS, TIERS
+from kvtier.figures import TIERS
+from kvtier.formats import FORMATS
 
 from .texts import source_text
 
@@ -53,7 +54,8 @@ def test_completion_chat_stream_grammar(llm: Llama) -> None:
     answer = llm("The capital of France is", max_tokens=4, temperature=0)
     assert "Paris" in answer["choices"][0]["text"]  # type: ignore[index]
     streamed = llm("The capital of France is", max_tokens=4, temperature=0, stream=True)
-    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == answer["choices"][0]["text"]  # type: ignore[index]
+    text = "".join(chunk["choices"][0]["text"] for chunk in streamed)  # type: ignore[index]
+    assert text == answer["choices"][0]["text"]
     question: Any = [{"role": "user", "content": "Write the word banana three times."}]
     chat = llm.create_chat_completion(question, max_tokens=16, temperature=0)
     assert "banana" in chat["choices"][0]["message"]["content"].lower()  # type: ignore[index,union-attr]

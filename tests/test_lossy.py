@@ -62,7 +62,8 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
     "memory", [MemorySettings(online_share=0.01), MemorySettings(low_rank=32, low_rank_share=0.25, online_share=0.01)]
 )
 def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path, memory: MemorySettings) -> None:
-    """Pages lose bits, then become groups of the streaming cache, then a share of the online state; and all of it twice, for two texts."""
+    """Pages lose bits, then become groups of the streaming cache, then a share of the online state; and all of it
+    twice, for two texts."""
     budget = ALL_BYTES // 8
     settings = KVSettings(host=budget, fidelity="lossy")
     common = {
@@ -162,7 +163,8 @@ def test_a_budget_for_everything_gives_the_tokens_of_exact(smollm2_path: Path, e
 
 
 def test_a_page_that_is_dropped_is_masked_not_zero(smollm2_path: Path) -> None:
-    """Dropping a page gives the distribution of a cache in which those tokens are hidden: here by removing them from it."""
+    """Dropping a page gives the distribution of a cache in which those tokens are hidden: here by removing them from
+    it."""
     logits = {}
     for how in ("whole", "gone", "removed"):
         with open_lossy(smollm2_path, ALL_BYTES, n_ctx=1024) as llm:
@@ -379,7 +381,8 @@ def test_settings_that_cannot_be(smollm2_path: Path) -> None:
 
 
 def test_what_lies_before_a_window_stays_out_of_it(gemma3_path: Path) -> None:
-    """With caches of full size for layers with a window, pages before it may go, and no summary of them may be seen instead."""
+    """With caches of full size for layers with a window, pages before it may go, and no summary of them may be seen
+    instead."""
     common = {
         "n_ctx": 1792,
         "n_batch": 128,

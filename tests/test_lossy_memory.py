@@ -1,4 +1,5 @@
-"""The parts of the online memory: levels of pages, the online state, groups in few dimensions, the budget that follows."""
+"""The parts of the online memory: levels of pages, the online state, groups in few dimensions, the budget that
+follows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One matrix over policies, fidelities, formats and tiers: what each combination promises, on the real engine.
 
-Exact: the same logits wherever pages are. Bounded: no row leaves out more than it may. All: budgets hold, every plan was
+Exact: the same logits wherever pages are. Bounded: no row leaves out more than it may. All: budgets hold, every plan
+    was
 sound, and a run can be repeated bit for bit.
 """
 
@@ -122,7 +123,8 @@ def test_every_format_on_every_tier(
     run = measure(smollm2_path, spec, budget)
     if fidelity.startswith("bounded") and fmt == "f16":
         assert run.figures["k_bytes_read"] < exact[fmt].figures["k_bytes_read"]  # keys are compact there
-    # a lossy run's policy is `adaptive`: half the bytes hold every page of F16 with fewer bits, and not every one of Q8_0
+    # a lossy run's policy is `adaptive`: half the bytes hold every page of F16 with fewer bits, and not every one of
+    # Q8_0
     check(run, fidelity, exact[fmt], loses_bits=fmt == "f16")
 
 

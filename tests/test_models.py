@@ -21,8 +21,9 @@ from kvtier import folders
 from kvtier.cli import main
 from kvtier.errors import KvtierError, ModelFetchError, ModelNotFoundError
 from kvtier.model import hub
-from kvtier.model import names as models
-from kvtier.model.names import FetchProgress, ModelEntry, Source, cached_path, fetch, fetch_hf, known_models, resolve
+from kvtier.model.fetching import FetchProgress, sha256_of
+from kvtier.model.names import cached_path, fetch, fetch_hf, resolve
+from kvtier.model.table import ModelEntry, Source, known_models
 
 from .processes import PATIENCE_S, wait_until
 
@@ -224,7 +225,8 @@ def test_concurrent_fetches_wait_for_each_other(cache: Path, index: Path) -> Non
 CHILD = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from kvtier.model.names import ModelEntry, Source, fetch
+from kvtier.model.table import ModelEntry, Source
+from kvtier.model.names import fetch
 sys.stdout.write("start\\n"); sys.stdout.flush()
 fetch(ModelEntry("tiny", "pypi", (Source("kvtier-test-slow==1.0", "pkg/tiny.gguf"),), "0" * 64, 100, 512, ""))
 """
@@ -239,7 +241,7 @@ def test_an_interrupted_fetch_leaves_no_model(cache: Path, tmp_path: Path, sign:
         **os.environ,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path / "slow"),
-        "PYTHONPATH": str(Path(models.__file__).parents[2]),
+        "PYTHONPATH": str(Path(folders.__file__).parents[1]),
     }
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
@@ -281,7 +283,7 @@ PARTS_OF_ENV = tuple(bytes.fromhex(part) for part in json.loads(os.environ.get("
 
 def test_the_small_model_comes_by_name(smollm2_path: Path) -> None:
     known = known_models()["smollm2"]
-    assert models.sha256_of(smollm2_path) == known.sha256
+    assert sha256_of(smollm2_path) == known.sha256
     assert cached_path(known) == smollm2_path
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvtier import errors
 from kvtier.errors import LibraryError, NativeError
-from kvtier.figures import FORMATS, TIERS, Figures
+from kvtier.figures import TIERS, Figures
+from kvtier.formats import FORMATS
 from kvtier.native import binding, runtime
 
 

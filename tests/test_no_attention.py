@@ -1,4 +1,5 @@
-"""A model without any attention layer (a tiny random Mamba): it runs, its states take their ordinary way, nothing is tiered."""
+"""A model without any attention layer (a tiny random Mamba): it runs, its states take their ordinary way, nothing is
+tiered."""
 
 from __future__ import annotations
 
@@ -31,8 +32,17 @@ def _metadata() -> list[bytes]:
     def array(name: str, kind: int, items: list[bytes]) -> bytes:
         return key(name, ARRAY, struct.pack("<IQ", kind, len(items)) + b"".join(items))
 
-    numbers = {"context_length": 512, "embedding_length": N_EMBD, "block_count": N_LAYER, "feed_forward_length": 0, "attention.head_count": 0,
-               "ssm.conv_kernel": D_CONV, "ssm.inner_size": D_INNER, "ssm.state_size": D_STATE, "ssm.time_step_rank": DT_RANK}  # fmt: skip
+    numbers = {
+        "context_length": 512,
+        "embedding_length": N_EMBD,
+        "block_count": N_LAYER,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "ssm.conv_kernel": D_CONV,
+        "ssm.inner_size": D_INNER,
+        "ssm.state_size": D_STATE,
+        "ssm.time_step_rank": DT_RANK,
+    }
     types = [2, 3, 3, *[6] * 256]  # unknown, control, bytes
     return [
         key("general.architecture", STRING, _text("mamba")),
@@ -55,10 +65,17 @@ def _tensors() -> dict[str, np.ndarray]:
     tensors = {"token_embd.weight": embedding, "output_norm.weight": norm, "output.weight": random(len(TOKENS), N_EMBD)}
     for i in range(N_LAYER):
         block = {
-            "attn_norm.weight": np.ones(N_EMBD, np.float32), "ssm_in.weight": random(2 * D_INNER, N_EMBD), "ssm_conv1d.weight": random(D_INNER, D_CONV),
-            "ssm_conv1d.bias": random(D_INNER), "ssm_x.weight": random(DT_RANK + 2 * D_STATE, D_INNER), "ssm_dt.weight": random(D_INNER, DT_RANK),
-            "ssm_dt.bias": random(D_INNER), "ssm_a": -np.abs(random(D_INNER, D_STATE)), "ssm_d": random(D_INNER), "ssm_out.weight": random(N_EMBD, D_INNER),
-        }  # fmt: skip
+            "attn_norm.weight": np.ones(N_EMBD, np.float32),
+            "ssm_in.weight": random(2 * D_INNER, N_EMBD),
+            "ssm_conv1d.weight": random(D_INNER, D_CONV),
+            "ssm_conv1d.bias": random(D_INNER),
+            "ssm_x.weight": random(DT_RANK + 2 * D_STATE, D_INNER),
+            "ssm_dt.weight": random(D_INNER, DT_RANK),
+            "ssm_dt.bias": random(D_INNER),
+            "ssm_a": -np.abs(random(D_INNER, D_STATE)),
+            "ssm_d": random(D_INNER),
+            "ssm_out.weight": random(N_EMBD, D_INNER),
+        }
         tensors.update({f"blk.{i}.{name}": data for name, data in block.items()})
     return tensors
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import llama_cpp
 
+from kvtier import settings
 from kvtier.native import binding, runtime
 
 from .scripts_loader import load
@@ -70,3 +71,12 @@ def test_the_demo_text_is_longer_than_promised_and_fits(smollm2_path: Path) -> N
     assert demo.NUMBER in (ROOT / "Makefile").read_text(encoding="utf-8")
     model = llama_cpp.Llama(str(smollm2_path), vocab_only=True, verbose=False)
     assert 6000 < len(model.tokenize(text.encode())) <= 8192 - 64
+
+
+def test_settings_have_the_library_s_own_defaults() -> None:
+    """llama.cpp's own programs leave them to the library, Python knows them to plan and to measure with."""
+    header = (ROOT / "csrc" / "plugin" / "settings.h").read_text(encoding="utf-8")
+    assert first(r"KVT_EPS_DEFAULT ([\d.]+)f", header) == settings.DEFAULT_EPS
+    assert float(first(r"mass_decay = ([\d.]+)f", header)) == settings.MASS_DECAY
+    assert int(first(r"protect_first = (\d+)", header)) == settings.PROTECT_FIRST
+    assert int(first(r"protect_last = (\d+)", header)) == settings.PROTECT_LAST

@@ -209,7 +209,8 @@ def test_a_policy_hears_and_sees_what_is_there(which: str, request: pytest.Fixtu
 
 
 def test_measuring_with_a_policy_is_the_same_each_time(smollm2_path: Path, tmp_path: Path) -> None:
-    """In a measurement plans are made between steps: which pages are in RAM after each token does not depend on time."""
+    """In a measurement plans are made between steps: which pages are in RAM after each token does not depend on
+    time."""
 
     def run(policy: str) -> tuple[list[bytes], int]:
         config = parse_spec(f"kvtier:f16,host=10MiB,disk=1GiB,dir={tmp_path}{policy}")

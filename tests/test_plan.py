@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from kvtier.cli import main
 from kvtier.errors import GgufError, UsageError
+from kvtier.formats import BY_NAME, page_bytes
 from kvtier.machine import hardware
 from kvtier.model.gguf import read_model
-from kvtier.model.plan import CACHE_TYPES, Machine, PlanRequest, bounded_bytes, command_line, make_plan, page_bytes
+from kvtier.model.plan import Machine, PlanRequest, bounded_bytes, command_line, make_plan
 from kvtier.model.shape import AttentionLayer, ModelShape, shape_of
 from tests.test_gguf import BOOL, I32, STRING, U32, array, gguf, key
 
@@ -341,13 +342,13 @@ def test_page_layout_by_hand() -> None:
     d_k=st.integers(1, 300),
     d_v=st.integers(0, 300),
     sub=st.integers(1, 4),
-    types=st.tuples(*[st.sampled_from(sorted(CACHE_TYPES))] * 2),
+    types=st.tuples(*[st.sampled_from(sorted(BY_NAME))] * 2),
 )
 def test_pages_hold_their_rows_with_little_padding(
     n_head: int, d_k: int, d_v: int, sub: int, types: tuple[str, str]
 ) -> None:
     size = page_bytes(AttentionLayer(0, n_head, d_k, d_v, False), *types, 32 * sub)
-    (k_items, k_bytes), (v_items, v_bytes) = CACHE_TYPES[types[0]], CACHE_TYPES[types[1]]
+    (k_items, k_bytes), (v_items, v_bytes) = ((BY_NAME[t].block_items, BY_NAME[t].block_bytes) for t in types)
     if d_k % k_items or d_v % v_items:
         assert size is None
         return

@@ -19,12 +19,12 @@ from kvtier.policies import Budgets, PageStats, Plan, Policy, check_plan, create
 from kvtier.policies.adaptive import Adaptive
 from kvtier.policies.base import ARRAYS, DISK, GONE, HOST
 from kvtier.policies.delta import Delta
+from kvtier.policies.features import FEATURES
 from kvtier.policies.h2o import H2o
 from kvtier.policies.looks import LayerLook, Shape, Tracker
+from kvtier.policies.scorer import Scorer, shipped
 from kvtier.policies.sink_window import SinkWindow
 from kvtier.policies.validate import check_stats
-from kvtier.scorer.features import FEATURES
-from kvtier.scorer.model import Scorer, shipped
 
 from .traces import random_stats
 
@@ -347,6 +347,11 @@ def test_a_text_that_was_taken_back_is_forgotten() -> None:
     assert stats.mass_long.tolist() == pytest.approx([0.1, 0.1, 0.6, 0.1, 0.1])
     keep = h2o.plan(stats, Budgets(1_000, 0)).keep
     assert keep[2] > keep[1]
+    # told with every look from then on: a policy that was not asked at the very one learns of it all the same
+    tracker.stats([_look([HOST] * 2 + [GONE] * 4, [0.5, 0.5, 0, 0, 0, 0])], 384, 50)
+    stats = tracker.stats([_look([HOST] * 6, [0.3, 0.3, 0.0, 0.4, 0.0, 0.0])], 510, 176)
+    keep = h2o.plan(stats, Budgets(1_000, 0)).keep
+    assert stats.n_taken_back == 2 and keep[3] > keep[2]
 
 
 def test_every_policy_is_documented() -> None:

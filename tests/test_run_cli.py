@@ -139,8 +139,14 @@ def test_a_seed_repeats(smollm2_path: Path) -> None:
 
 
 def test_environment_sets_and_flag_wins(smollm2_path: Path) -> None:
-    env = {"KVTIER_CTX_SIZE": "0.5k", "KVTIER_PREDICT": "2", "KVTIER_PROMPT": "One two three", "KVTIER_JSON": "1", "KVTIER_KV_HOST": "64MiB",
-           "KVTIER_CACHE_TYPE_K": "q8_0"}  # fmt: skip
+    env = {
+        "KVTIER_CTX_SIZE": "0.5k",
+        "KVTIER_PREDICT": "2",
+        "KVTIER_PROMPT": "One two three",
+        "KVTIER_JSON": "1",
+        "KVTIER_KV_HOST": "64MiB",
+        "KVTIER_CACHE_TYPE_K": "q8_0",
+    }
     out = json.loads(kvtier("run", smollm2_path, **env).stdout)
     assert (out["n_ctx"], out["n_generated"], out["kv"]["tiers"]["host"]["budget_bytes"]) == (512, 2, 64 << 20)
     assert out["kv"]["tiers"]["host"]["bytes_by_format"]["q8_0"] > 0
@@ -181,8 +187,23 @@ def test_context_sizes_that_are_none(smollm2_path: Path, size: str) -> None:
     refused(kvtier("run", smollm2_path, "-p", "x", "-c", size), 2, f"'{size}'")
 
 
-@pytest.mark.parametrize("words", ["--temp nan", "--temp inf", "--top-p nan", "--min-p nan", "--rope-scale nan", "--rope-scale inf", "--rope-freq-base nan",
-                                   "--rope-freq-base 1e39", "-b 0", "-b 1048577", "-ub 1048577", "-c 16777217"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--temp nan",
+        "--temp inf",
+        "--top-p nan",
+        "--min-p nan",
+        "--rope-scale nan",
+        "--rope-scale inf",
+        "--rope-freq-base nan",
+        "--rope-freq-base 1e39",
+        "-b 0",
+        "-b 1048577",
+        "-ub 1048577",
+        "-c 16777217",
+    ],
+)
 def test_numbers_beyond_what_can_be_computed(words: str) -> None:
     name, value = words.split()
     refused(kvtier("run", "smollm2", "-p", "x", name, value), 2, name, value)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kvtier.cli import main
 from kvtier.errors import OutputError, ScorerError, UsageError
 from kvtier.policies import Budgets, create
-from kvtier.scorer.features import FEATURES, features
-from kvtier.scorer.model import HIDDEN, Scorer, load, shapes, shipped
+from kvtier.policies.features import FEATURES, features
+from kvtier.policies.scorer import HIDDEN, Scorer, load, shapes, shipped
 from kvtier.scorer.quality import mass_recall, quality, spearman
 from kvtier.scorer.recipe import Segments, Text, split, train_on, tune_on
 from kvtier.scorer.samples import LEAST_STEPS, pooled, samples
@@ -260,7 +260,7 @@ def test_delta_goes_by_present_attention_unless_it_has_a_scorer(
     for policy in (create("delta"), create("delta:scorer=shipped")):
         result = simulate(traces[0], policy, Setting(0.4))
         assert 0 < result.recall < 1
-    monkeypatch.setattr("kvtier.scorer.model.SHIPPED", "none.npz")
+    monkeypatch.setattr("kvtier.policies.scorer.SHIPPED", "none.npz")
     stats = random_stats(np.random.default_rng(0), 2, 30)
     assert len(create("delta").plan(stats, Budgets(30_000, 0)).indices) > 0
     with pytest.raises(UsageError, match="no scorer weights"):
@@ -390,4 +390,4 @@ def test_a_stop_while_training_says_that_nothing_was_written(
 
 def test_the_package_has_its_weights() -> None:
     assert shipped().about
-    assert zipfile.is_zipfile(Path(__file__).parents[1] / "src" / "kvtier" / "scorer" / "weights.npz")
+    assert zipfile.is_zipfile(Path(__file__).parents[1] / "src" / "kvtier" / "policies" / "weights.npz")

@@ -102,7 +102,8 @@ def test_same_on_disk(smollm2_path: Path, tmp_path: Path, scenario: Callable[[Co
         assert scenario is clear_and_reuse or on_disk.domain.figures().tiers["disk"].n_pages > 0
 
 
-# With four bits, two runs whose last bits differ round some keys to different codes: their distributions lie further apart.
+# With four bits, two runs whose last bits differ round some keys to different codes: their distributions lie further
+# apart.
 @pytest.mark.parametrize(("type_k", "limit"), [("q8_0", 0.05), ("q4_0", 0.3), ("bf16", 0.05), ("f32", 0.05)])
 def test_shift_of_other_types(smollm2_path: Path, type_k: str, limit: float) -> None:
     stock_type = "f16" if type_k == "bf16" else type_k  # stock ends the process when a BF16 cache is shifted
@@ -115,7 +116,8 @@ def test_shift_of_other_types(smollm2_path: Path, type_k: str, limit: float) -> 
 
 
 def test_shift_of_wide_pages_under_a_quantized_name(smollm2_path: Path) -> None:
-    """As a lossy cache is: llama.cpp rotates what it takes for Q8_0, and turns it back to shift it; the pages hold F16."""
+    """As a lossy cache is: llama.cpp rotates what it takes for Q8_0, and turns it back to shift it; the pages hold
+    F16."""
     with (
         open_context(smollm2_path, ours=False) as stock,
         open_context(smollm2_path, ours=True, settings="host-k=f16\nhost-v=f16\n", type_k="q8_0") as ours,

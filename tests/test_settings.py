@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier import KVSettings
 from kvtier.errors import ConfigError, NativeError, SettingsError
-from kvtier.figures import FORMATS
+from kvtier.formats import FORMATS
 from kvtier.native import binding, runtime
 from kvtier.settings import LEAST_EPS, MAX_EPS
 
@@ -28,12 +28,39 @@ def test_defaults_set_nothing() -> None:
 
 
 def test_every_setting_reaches_the_library(tmp_path: Path) -> None:
-    settings = KVSettings(host="1GiB", disk="2GiB", dir=tmp_path, host_type_k="Q8_0", host_type_v="q4_0", disk_type_k="q4_0", disk_type_v="q4_1",
-                          page_tokens=64, io_threads=3, protect_first=2, protect_last=4, mass_decay=0.5, fidelity="bounded:0.1", read_budget=4096)  # fmt: skip
+    settings = KVSettings(
+        host="1GiB",
+        disk="2GiB",
+        dir=tmp_path,
+        host_type_k="Q8_0",
+        host_type_v="q4_0",
+        disk_type_k="q4_0",
+        disk_type_v="q4_1",
+        page_tokens=64,
+        io_threads=3,
+        protect_first=2,
+        protect_last=4,
+        mass_decay=0.5,
+        fidelity="bounded:0.1",
+        read_budget=4096,
+    )
     lines = dict(line.split("=", 1) for line in settings.to_native().splitlines())
-    assert lines == {"host": str(1 << 30), "disk": str(2 << 30), "dir": str(tmp_path), "host-k": "q8_0", "host-v": "q4_0", "disk-k": "q4_0", "disk-v": "q4_1",
-                     "page-tokens": "64", "io-threads": "3", "protect-first": "2", "protect-last": "4", "mass-decay": "0.5",
-                     "fidelity": "bounded:0.1", "read-budget": "4096"}  # fmt: skip
+    assert lines == {
+        "host": str(1 << 30),
+        "disk": str(2 << 30),
+        "dir": str(tmp_path),
+        "host-k": "q8_0",
+        "host-v": "q4_0",
+        "disk-k": "q4_0",
+        "disk-v": "q4_1",
+        "page-tokens": "64",
+        "io-threads": "3",
+        "protect-first": "2",
+        "protect-last": "4",
+        "mass-decay": "0.5",
+        "fidelity": "bounded:0.1",
+        "read-budget": "4096",
+    }
     assert len(lines) == len(dataclasses.fields(settings)) - 1  # host_share only says where the budget is from
     assert KVSettings(host="1GiB", fidelity="lossy").to_native().splitlines() == [f"host={1 << 30}", "fidelity=lossy"]
     domain = binding.Domain(settings.to_native())
@@ -58,8 +85,23 @@ def test_fidelity_is_read_once(text: str, kept: str, eps: float | None) -> None:
     assert settings.fidelity == kept and settings.eps == eps
 
 
-@pytest.mark.parametrize("text", ["", "bounded:", "bounded:0", "bounded:1", "bounded:nan", "bounded:-0.1", "bounded:1e-300", "bounded:0.99999999",
-                                  "bounded:x", "exact:0.1", "lossy:1", "fast"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "bounded:",
+        "bounded:0",
+        "bounded:1",
+        "bounded:nan",
+        "bounded:-0.1",
+        "bounded:1e-300",
+        "bounded:0.99999999",
+        "bounded:x",
+        "exact:0.1",
+        "lossy:1",
+        "fast",
+    ],
+)
 def test_other_fidelities_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="exact, bounded:EPS, lossy with EPS from 1.2e-38 to 0.999999"):
         KVSettings(fidelity=text)

@@ -40,7 +40,8 @@ def mean_kl(a: Logits, b: Logits) -> float:
 
 
 def test_same_logits_as_stock_on_real_text(gemma3_path: Path) -> None:
-    """As near to stock as stock's two ways to compute attention are to each other (the weights' inputs are rounded to 8 bits)."""
+    """As near to stock as stock's two ways to compute attention are to each other (the weights' inputs are rounded to 8
+    bits)."""
     stock, _ = logits_of(gemma3_path, ours=False)
     other, _ = logits_of(gemma3_path, ours=False, flash_attn=False)
     ours, cells = logits_of(gemma3_path, ours=True)

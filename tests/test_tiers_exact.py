@@ -74,7 +74,8 @@ def test_evicting_everything_at_every_step_gives_the_same_tokens(
 
 @pytest.mark.parametrize("page_tokens", [64, 128])
 def test_page_size_changes_only_rounding(smollm2_path: Path, page_tokens: int) -> None:
-    """Other pages mean other partial sums; a model with quantized weights answers that with distributions a little apart."""
+    """Other pages mean other partial sums; a model with quantized weights answers that with distributions a little
+    apart."""
     with (
         open_context(smollm2_path, ours=True) as small,
         open_context(smollm2_path, ours=True, settings=f"page-tokens={page_tokens}") as large,

@@ -89,7 +89,8 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
             trace = read_trace(tmp_path / "c")
         except TraceError:
             continue
-        # the kind of a frame is not covered by its checksum: an unknown one is passed over, which may cost features only
+        # the kind of a frame is not covered by its checksum: an unknown one is passed over, which may cost features
+        # only
         assert trace.n_steps == 20
 
 

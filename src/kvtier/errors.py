@@ -26,7 +26,7 @@ Exit codes of the CLI (each class carries its own as `exit_code`):
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 
 class KvtierError(Exception):
@@ -37,6 +37,11 @@ class KvtierError(Exception):
 
     exit_code: int = 1
 
+    def __init_subclass__(cls, *, exit_code: int | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if exit_code is not None:
+            cls.exit_code = exit_code
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
@@ -46,10 +51,8 @@ class KvtierError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-class UsageError(KvtierError):
+class UsageError(KvtierError, exit_code=2):
     """The caller asked for something that cannot be done as asked."""
-
-    exit_code = 2
 
 
 class ModelNotFoundError(UsageError):
@@ -60,10 +63,8 @@ class ModelFetchError(KvtierError):
     """A model could not be downloaded, or what came is not what was expected."""
 
 
-class GgufError(KvtierError):
+class GgufError(KvtierError, exit_code=3):
     """A GGUF file that cannot be used: names the file, the byte offset, the reason and the way out."""
-
-    exit_code = 3
 
     def __init__(self, path: Path, off_bytes: int, reason: str, hint: str = "") -> None:
         super().__init__(f"{path}: at byte {off_bytes:,}: {reason}", hint)
@@ -72,16 +73,12 @@ class GgufError(KvtierError):
         self.reason = reason
 
 
-class ChatTemplateError(KvtierError):
+class ChatTemplateError(KvtierError, exit_code=3):
     """The chat template in a model's file is not one that can be used."""
 
-    exit_code = 3
 
-
-class OutputError(KvtierError):
+class OutputError(KvtierError, exit_code=14):
     """Standard output cannot be written. `is_quiet` when its reader has gone, who needs no message."""
-
-    exit_code = 14
 
     def __init__(self, message: str, hint: str = "", is_quiet: bool = False) -> None:
         super().__init__(message, hint)
@@ -92,10 +89,8 @@ class SettingsError(UsageError, ValueError):
     """A setting has a value that cannot be used: names the setting, the value and what is allowed."""
 
 
-class ContextLengthError(KvtierError, ValueError):
+class ContextLengthError(KvtierError, ValueError, exit_code=4):
     """A prompt does not fit the context. `n_tokens` is what was asked for, `n_ctx` what there is."""
-
-    exit_code = 4
 
     def __init__(self, n_tokens: int, n_ctx: int, hint: str = "") -> None:
         super().__init__(
@@ -106,10 +101,8 @@ class ContextLengthError(KvtierError, ValueError):
         self.n_ctx = n_ctx
 
 
-class LlamaError(KvtierError, RuntimeError):
+class LlamaError(KvtierError, RuntimeError, exit_code=12):
     """llama.cpp could not load a model, create a context or compute a batch. `log` holds the last lines it logged."""
-
-    exit_code = 12
 
     def __init__(self, message: str, hint: str = "", log: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
@@ -127,7 +120,8 @@ class SameBitsError(KvtierError):
 
 
 class PolicyError(KvtierError):
-    """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried out."""
+    """A placement policy failed: it could not be made, raised, took too long, or answered what cannot be carried
+    out."""
 
 
 class TraceError(UsageError):
@@ -138,135 +132,93 @@ class ScorerError(UsageError):
     """A scorer file that cannot be used: no scorer, of another version or shape, or damaged."""
 
 
-class LibraryError(KvtierError):
+class LibraryError(KvtierError, exit_code=11):
     """The native library is missing, cannot be loaded, or refuses the llama.cpp that is installed."""
-
-    exit_code = 11
 
 
 class NativeError(KvtierError, RuntimeError):
-    """The native library answered with an error code. `code` is that code (see kvtier-errors.h)."""
+    """The native library answered with an error code.
+
+    `code` is that code (see kvtier-errors.h); `usual_hint` what to do about it, where the native message does not say.
+    """
 
     code: int = 0
+    usual_hint: str = ""
+
+    def __init_subclass__(cls, *, code: int = 0, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if code:
+            cls.code = code
+            NATIVE_ERRORS[code] = cls
 
 
-class AgainError(NativeError):
+NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {}  # by code: the classes below enter themselves
+
+
+class AgainError(NativeError, code=-1):
     """A page is not resident yet; only seen by callers of the asynchronous interface."""
 
-    code = -1
 
-
-class InvalidArgumentError(NativeError):
+class InvalidArgumentError(NativeError, code=-2, exit_code=2):
     """The native library refused an argument."""
 
-    code = -2
-    exit_code = 2
 
-
-class OutOfMemoryError(NativeError):
+class OutOfMemoryError(NativeError, code=-3, exit_code=10):
     """The system gave no memory for a page or a table."""
 
-    code = -3
-    exit_code = 10
+    usual_hint = "Give the host tier a smaller budget (--kv-host), or close other programs."
 
 
-class BudgetError(NativeError):
+class BudgetError(NativeError, code=-4, exit_code=5):
     """The budgets of the tiers together cannot hold another page."""
 
-    code = -4
-    exit_code = 5
+    usual_hint = "Raise the host budget (--kv-host)."
 
 
-class DiskFullError(NativeError):
+class DiskFullError(NativeError, code=-5, exit_code=7):
     """The disk tier has no room: its budget is used up, or the file system is full."""
 
-    code = -5
-    exit_code = 7
+    usual_hint = "Free space in the directory of the disk tier, raise --kv-disk, or choose another --kv-dir."
 
 
-class DiskIOError(NativeError):
+class DiskIOError(NativeError, code=-6, exit_code=8):
     """A read or write of the disk tier failed; the message names the page."""
 
-    code = -6
-    exit_code = 8
+    usual_hint = "Check the disk that holds --kv-dir (its log, its free space), or choose another --kv-dir."
 
 
-class ChecksumError(NativeError):
+class ChecksumError(NativeError, code=-7, exit_code=9):
     """The bytes of a page on disk are not those that were written; the message names the page."""
 
-    code = -7
-    exit_code = 9
+    usual_hint = (
+        "The page file was changed or the disk is faulty: run again, with another --kv-dir if it happens again."
+    )
 
 
-class DirectoryError(NativeError):
+class DirectoryError(NativeError, code=-8, exit_code=6):
     """The directory of the disk tier is missing, is no directory, or cannot be written."""
 
-    code = -8
-    exit_code = 6
+    usual_hint = "Name a directory that exists and can be written, with --kv-dir."
 
 
-class UnsupportedError(NativeError):
+class UnsupportedError(NativeError, code=-9, exit_code=13):
     """The native library cannot do what was asked."""
 
-    code = -9
-    exit_code = 13
 
-
-class ConfigError(NativeError, SettingsError):
+class ConfigError(NativeError, SettingsError, code=-10, exit_code=2):
     """The native library refused a setting."""
 
-    code = -10
-    exit_code = 2
 
-
-class VersionError(NativeError, LibraryError):
+class VersionError(NativeError, LibraryError, code=-11, exit_code=11):
     """The native library and the llama.cpp in this process do not fit together."""
 
-    code = -11
-    exit_code = 11
 
-
-class CancelledError(NativeError):
+class CancelledError(NativeError, code=-12, exit_code=130):
     """The computation was stopped on request."""
 
-    code = -12
-    exit_code = 130
 
-
-class BusyError(NativeError):
+class BusyError(NativeError, code=-13):
     """A page cannot be moved or rewritten while attention has it: the next try may succeed."""
-
-    code = -13
-
-
-NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {
-    cls.code: cls
-    for cls in (
-        AgainError,
-        InvalidArgumentError,
-        OutOfMemoryError,
-        BudgetError,
-        DiskFullError,
-        DiskIOError,
-        ChecksumError,
-        DirectoryError,
-        UnsupportedError,
-        ConfigError,
-        VersionError,
-        CancelledError,
-        BusyError,
-    )
-}
-
-# What to do about it, where the native message does not say.
-_HINTS: Final[dict[int, str]] = {
-    -3: "Give the host tier a smaller budget (--kv-host), or close other programs.",
-    -4: "Raise the host budget (--kv-host).",
-    -5: "Free space in the directory of the disk tier, raise --kv-disk, or choose another --kv-dir.",
-    -6: "Check the disk that holds --kv-dir (its log, its free space), or choose another --kv-dir.",
-    -7: "The page file was changed or the disk is faulty: run again, with another --kv-dir if it happens again.",
-    -8: "Name a directory that exists and can be written, with --kv-dir.",
-}
 
 
 _NO_DISK_HINT: Final = "Raise the host budget (--kv-host), or add a disk tier (--kv-disk and --kv-dir)."
@@ -279,4 +231,4 @@ def from_code(code: int, message: str) -> NativeError:
         error = NativeError(message)
         error.code = code
         return error
-    return cls(message, _NO_DISK_HINT if cls is BudgetError and "no disk tier" in message else _HINTS.get(code, ""))
+    return cls(message, _NO_DISK_HINT if cls is BudgetError and "no disk tier" in message else cls.usual_hint)

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Final
 
 TIERS: Final = ("none", "device", "host", "disk", "remote")  # in the order of the native library
-FORMATS: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # in the order of the native library
 GONE: Final = "gone"  # what a move to the tier "none" makes of a page
 UNLIMITED: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier. `budget_bytes` is None without a limit; `held_bytes` were taken from the system for `used_bytes` of pages."""
+    """One tier.
+
+    `budget_bytes` is None without a limit; `held_bytes` were taken from the system for `used_bytes` of pages.
+    """
 
     budget_bytes: int | None
     used_bytes: int

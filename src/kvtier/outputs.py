@@ -21,7 +21,10 @@ def unwritable(what: str, err: OSError) -> OutputError:
 
 
 def aside(path: Path) -> Path:
-    """Where a file is written until it is whole: beside it, under a name that says so. What is no plain file is written in place."""
+    """Where a file is written until it is whole: beside it, under a name that says so.
+
+    What is no plain file is written in place.
+    """
     path = path.resolve()  # a link keeps pointing at what it points at
     return path.with_name(path.name + ".part") if path.is_file() or not path.exists() else path
 
@@ -40,7 +43,8 @@ def discard(written: Path, path: Path) -> None:
 
 
 def require_writable(path: Path, what: str) -> None:
-    """Raises OutputError if `path` cannot be written; a file that is there stays as it is, and none is left where there was none."""
+    """Raises OutputError if `path` cannot be written; a file that is there stays as it is, and none is left where there
+    was none."""
     is_new = not path.exists()
     try:
         path.open("ab").close()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from .errors import SettingsError
-from .figures import FORMATS
 from .folders import cache_dir
+from .formats import FORMATS
 from .machine.hardware import memory
 from .sizes import parse_bytes, parse_share
 
@@ -24,7 +24,6 @@ MAX_SHARE: Final = 0.95
 PROTECT_FIRST: Final = 1  # pages, the native library's own default
 PROTECT_LAST: Final = 2  # likewise
 DEFAULT_FORMAT: Final = "f16"
-WIDE_FORMATS: Final = ("f32", "f16", "bf16")
 DEFAULT_EPS: Final = "0.07"  # about as near to exact as stock's f16 cache (docs/recall.md)
 COMPACT: Final = "q8_0"  # of a bounded cache: what it rounds is less than what is left out
 FIDELITIES: Final = ("exact", "bounded:EPS", "lossy")
@@ -36,8 +35,8 @@ class KVSettings:
 
     Attributes:
         host: budget of the host tier in bytes; None: no limit. Text such as "2GiB" is understood.
-            With lossy fidelity it may be a share of free memory, "65%", which then is `host_share`: the budget follows as free
-            memory changes.
+            With lossy fidelity it may be a share of free memory, "65%", which then is `host_share`: the budget follows
+            as free memory changes.
         disk: budget of the disk tier in bytes; None: no disk tier.
         dir: directory of the disk tier; None: the user's cache folder. Needs `disk`.
         host_type_k, host_type_v: storage formats of keys and values in RAM; None: the cache types (type_k, type_v), and
@@ -47,8 +46,9 @@ class KVSettings:
         io_threads: workers for reads and writes of the disk tier; None: the library's own.
         protect_first, protect_last: pages at the start and at the end of each sequence that never leave RAM.
         fidelity: "exact"; or "bounded:EPS": a decode step may leave out values that carry at most EPS of the attention.
-            Keys then stay in RAM and count against the host budget; both formats are Q8_0 if nothing else is said; or "lossy":
-            what has to leave RAM is dropped for good, so that memory is bounded without a disk tier. None: exact.
+            Keys then stay in RAM and count against the host budget; both formats are Q8_0 if nothing else is said; or
+            "lossy": what has to leave RAM is dropped for good, so that memory is bounded without a disk tier. None:
+            exact.
         read_budget: with bounded fidelity, the most values that one step reads per KV head; comes before EPS.
         mass_decay: factor by which older attention mass counts less per step, from 0 to below 1.
     """
@@ -135,7 +135,8 @@ class KVSettings:
 
     @property
     def protected_pages(self) -> tuple[int, int]:
-        """Pages at the start and at the end of each sequence that never leave RAM, the library's own where nothing is set."""
+        """Pages at the start and at the end of each sequence that never leave RAM, the library's own where nothing is
+        set."""
         return (
             PROTECT_FIRST if self.protect_first is None else self.protect_first,
             PROTECT_LAST if self.protect_last is None else self.protect_last,

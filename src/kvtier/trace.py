@@ -1,7 +1,7 @@
 """Traces of attention mass: which page of which layer got how much, step by step. docs/trace.md has the format.
 
-A trace is what policies, the simulator and the scorer's training need of a run, in about one byte per entry. A file that
-was cut short keeps everything up to its last whole frame.
+A trace is what policies, the simulator and the scorer's training need of a run, in about one byte per entry. A file
+that was cut short keeps everything up to its last whole frame.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace frame by frame, beside its place, which it takes when it is closed with at least one step; a context manager.
+    """Writes a trace frame by frame, beside its place, which it takes when it is closed with at least one step; a
+    context manager.
 
     What is written stays readable whatever happens: of a process that was killed it lies in `path`.part.
     """
@@ -159,7 +160,10 @@ class TraceWriter:
         self._frame(b"PAGE", head + np.ascontiguousarray(values, np.float16).tobytes())
 
     def close(self) -> None:
-        """Write what is left and the end mark, and put the trace in its place; nothing is left of one without steps. May be called twice."""
+        """Write what is left and the end mark, and put the trace in its place; nothing is left of one without steps.
+
+        May be called twice.
+        """
         if self._file.closed:
             return
         try:
@@ -230,7 +234,9 @@ class TraceWriter:
 
 
 def read_trace(path: Path, partial: bool = False) -> Trace:
-    """Read a trace. Raises TraceError for what is none, and, unless `partial`, for one that was cut short or is damaged.
+    """Read a trace.
+
+    Raises TraceError for what is none, and, unless `partial`, for one that was cut short or is damaged.
 
     With `partial` everything up to the last whole frame is given.
     """

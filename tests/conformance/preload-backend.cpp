@@ -1,6 +1,6 @@
-// Linked beside test-llama-archs' unchanged source, for two things that it leaves out. It looks only at the backends that are
-// linked in: this loads the one named by GGML_BACKEND_PATH before main runs, as ggml_backend_load_all would. And it ends
-// without waiting for llama.cpp's logger, whose thread then takes the last rows with it: this waits.
+// Linked beside test-llama-archs' unchanged source, for two things that it leaves out. It looks only at the backends
+// that are linked in: this loads the one named by GGML_BACKEND_PATH before main runs, as ggml_backend_load_all would.
+// And it ends without waiting for llama.cpp's logger, whose thread then takes the last rows with it: this waits.
 
 #include "ggml-backend.h"
 #include "log.h"

@@ -17,7 +17,8 @@ def op_section(op: str, cases: list[OpCase]) -> list[str]:
     refused = [case for case in cases if not case.is_supported]
     lines = [f"## test-backend-ops: {op}", ""]
     lines += [
-        f'{len(cases)} cases; {len(taken)} computed by our pages and kernels, {len(refused)} answered with "not supported".',
+        f'{len(cases)} cases; {len(taken)} computed by our pages and kernels, {len(refused)} answered with "not '
+        'supported".',
         "",
     ]
     if not refused:
@@ -27,7 +28,8 @@ def op_section(op: str, cases: list[OpCase]) -> list[str]:
         rows = sorted((values, n) for (covering, values), n in groups.items() if covering is reason)
         if rows:
             lines += [
-                f"Not supported: {reason.title} ({sum(n for _, n in rows)} cases). {reason.why[0].upper()}{reason.why[1:]}.",
+                f"Not supported: {reason.title} ({sum(n for _, n in rows)} cases). "
+                f"{reason.why[0].upper()}{reason.why[1:]}.",
                 "",
             ]
             lines += ["| " + " | ".join((*GROUP_BY[op], "cases")) + " |", "| --- " * len(GROUP_BY[op]) + "| ---: |"]
@@ -41,7 +43,8 @@ def arch_section(rows: list[ArchRow]) -> list[str]:
     skipped = [f"{row.arch} ({row.config})" for row in rows if row.logits == "SKIP"]
     lines = ["## test-llama-archs", ""]
     lines += [
-        f"{len(rows)} configurations of architectures; {len(run)} run, all with logits equal to the CPU backend's within upstream's own bound; "
+        f"{len(rows)} configurations of architectures; {len(run)} run, all with logits equal to the CPU backend's "
+        "within upstream's own bound; "
         f"{len(skipped)} are skipped by upstream itself on every backend:",
         "",
         ", ".join(skipped) + ".",
@@ -54,11 +57,15 @@ def render(ops: dict[str, list[OpCase]], archs: list[ArchRow]) -> str:
     lines = [
         "# Conformance with upstream's own tests",
         "",
-        "Written by `make conformance KVTIER_WRITE_DOCS=1`; `make conformance` runs the same tests and fails where this page is out of date.",
+        "Written by `make conformance KVTIER_WRITE_DOCS=1`; `make conformance` runs the same tests and fails where "
+        "this page is out of date.",
         "",
-        "The programs are llama.cpp's, at the pin, compiled from `third_party/llama.cpp` unchanged and linked to the libraries of the installed",
-        "llama-cpp-python. `test-backend-ops` loads our library through `GGML_BACKEND_PATH`. `test-llama-archs` does not load backends by itself:",
-        "`tests/conformance/preload-backend.cpp`, linked beside it, does so before its `main`. Every case runs on the device `KVT0`. K and V that are",
+        "The programs are llama.cpp's, at the pin, compiled from `third_party/llama.cpp` unchanged and linked to the "
+        "libraries of the installed",
+        "llama-cpp-python. `test-backend-ops` loads our library through `GGML_BACKEND_PATH`. `test-llama-archs` does "
+        "not load backends by itself:",
+        "`tests/conformance/preload-backend.cpp`, linked beside it, does so before its `main`. Every case runs on "
+        "the device `KVT0`. K and V that are",
         "no cache are taken into temporary pages, so what is tested is our kernels and never ggml's own attention.",
         "",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..formats import BY_NAME
 from ..measuring.config import Configuration
 from ..model.cachetypes import AUTO
 from ..settings import KVSettings
@@ -13,7 +14,6 @@ STOCK_F16 = Configuration("stock f16")
 STOCK_Q8_0 = Configuration("stock q8_0", type_k="q8_0", type_v="q8_0")
 KVTIER_F16 = "kvtier f16"
 KVTIER_Q8_0 = "kvtier q8_0"
-Q8_0_SHARE = 34 / 64  # bytes of 32 channels over those in F16
 KVTIER_QUARTER = "kvtier f16, 1/4 in RAM"
 
 
@@ -25,9 +25,10 @@ class BenchPlan:
     `block_tokens(context)` decode steps of each configuration. `prefill` is the prompt length whose prefill is
     measured (0: none), with the most threads of `threads`.
 
-    With `computed`, kvtier's long contexts hold the text itself instead of some of its cells over and over: one configuration
-    computes them, those with the same cache types load them. Stock's time does not depend on what cells hold. `fidelity`
-    (bounded:EPS) adds rows of that fidelity, whose speed depends on what the cells hold: it needs `computed`.
+    With `computed`, kvtier's long contexts hold the text itself instead of some of its cells over and over: one
+    configuration computes them, those with the same cache types load them. Stock's time does not depend on what cells
+    hold. `fidelity` (bounded:EPS) adds rows of that fidelity, whose speed depends on what the cells hold: it needs
+    `computed`.
     """
 
     model: Path
@@ -62,12 +63,13 @@ def bounded(fidelity: str, fmt: str) -> Configuration:
 
 
 def bounded_quarter(cache_bytes: int, directory: Path, fidelity: str, fmt: str) -> Configuration:
-    """Three quarters of the values on disk, as of the whole cache in `quarter`, beside the keys in Q8_0, which stay in RAM.
+    """Three quarters of the values on disk, as of the whole cache in `quarter`, beside the keys in Q8_0, which stay in
+    RAM.
 
-    `cache_bytes` are those of an f16 cache. Pages hold values alone, in `fmt`; the budget is a quarter of those, the keys and the means of the
-    values.
+    `cache_bytes` are those of an f16 cache. Pages hold values alone, in `fmt`; the budget is a quarter of those, the
+    keys and the means of the values.
     """
-    keys, values = (int(cache_bytes / 2 * (Q8_0_SHARE if kind == "q8_0" else 1.0)) for kind in ("q8_0", fmt))
+    keys, values = (int(cache_bytes / 2 * BY_NAME[kind].bits / BY_NAME["f16"].bits) for kind in ("q8_0", fmt))
     settings = KVSettings(
         host=int(keys * 1.06) + values // 4,
         disk=cache_bytes + (1 << 30),

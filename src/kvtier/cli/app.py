@@ -78,7 +78,8 @@ class LazyGroup(click.Group):
 
 
 def _require_streams() -> None:
-    """Python has no object for a stream that is closed from the start (`>&-`), and the first file to be opened takes its place."""
+    """Python has no object for a stream that is closed from the start (`>&-`), and the first file to be opened takes
+    its place."""
     if sys.stdin is None:
         sys.stdin = _nowhere("r")
     out_is_closed = sys.stdout is None

@@ -59,7 +59,8 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
 @option(
     "--tasks",
     metavar="LIST",
-    help="Instead of a text, tasks: needle, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe; ruler is the last six, all is all.",
+    help="Instead of a text, tasks: needle, niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe; ruler is "
+    "the last six, all is all.",
 )
 @option(
     "--length",
@@ -93,12 +94,14 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
     "only",
     multiple=True,
     metavar="ROW",
-    help="Only this row, by name ('kvtier q8_0') or as a configuration (kvtier:q8_0,host=64MiB,disk=1GiB); may be repeated.",
+    help="Only this row, by name ('kvtier q8_0') or as a configuration (kvtier:q8_0,host=64MiB,disk=1GiB); may be "
+    "repeated.",
 )
 @option(
     "--reference",
     metavar="ROW",
-    help=f"The row that the others are compared with; exact is the exact step of kvtier with F16 pages. [default: '{REFERENCE.name}', for tasks exact]",
+    help="The row that the others are compared with; exact is the exact step of kvtier with F16 pages. [default: "
+    f"'{REFERENCE.name}', for tasks exact]",
 )
 @option(
     "--rows",

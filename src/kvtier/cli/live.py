@@ -38,8 +38,8 @@ class Look:
         heat: per layer.
         omitted, omitted_bound: attention mass that was left out, mean since the start, and what bounds it; None: exact.
         page_hits: page reads that found the page in RAM.
-        evicted_mass: share of the attention mass that lies on pages outside RAM; of pages that are gone, what they had when
-            they were dropped, as if they had it still.
+        evicted_mass: share of the attention mass that lies on pages outside RAM; of pages that are gone, what they had
+            when they were dropped, as if they had it still.
         recall: share of the attention mass that is still answered, by the same count.
         n_gone: pages that were dropped for good.
         preset: what decides about pages now; empty if nothing but the order of use does.
@@ -112,7 +112,8 @@ def _layer(page_mean: npt.NDArray[np.float32], tier: npt.NDArray[np.uint8], read
 
 
 def concentration(page_mass: npt.NDArray[np.float32], share: float = SHARE_OF_MASS) -> float:
-    """The share of the pages in use that together hold `share` of the mass, [n_pages] float32; small: attention is sparse."""
+    """The share of the pages in use that together hold `share` of the mass, [n_pages] float32; small: attention is
+    sparse."""
     used = np.sort(page_mass[page_mass > 0])[::-1]
     n = int(np.searchsorted(np.cumsum(used), share * float(used.sum()))) + 1
     return min(n, used.size) / used.size

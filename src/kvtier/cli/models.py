@@ -6,7 +6,8 @@ import json
 
 import click
 
-from ..model.names import ModelEntry, cached_path, known_models
+from ..model.names import cached_path
+from ..model.table import ModelEntry, known_models
 from ..sizes import format_bytes
 from . import ui
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..errors import UsageError
-from ..figures import FORMATS
+from ..formats import FORMATS
 from ..model.plan import MAX_TOKENS
-from ..settings import KVSettings
+from ..settings import DEFAULT_EPS, KVSettings
 from ..sizes import parse_bytes, parse_tokens
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -119,7 +119,10 @@ def require_utf8_path(path: object, what: str) -> None:
 
 
 def require_utf8(text: str, what: str) -> None:
-    """Python keeps bytes of arguments and of input that are no UTF-8 as lone surrogates. Raises UsageError if there are any."""
+    """Python keeps bytes of arguments and of input that are no UTF-8 as lone surrogates.
+
+    Raises UsageError if there are any.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as err:
@@ -127,7 +130,8 @@ def require_utf8(text: str, what: str) -> None:
 
 
 def not_ours(*names: str, why: str) -> Callable[[F], F]:
-    """An option of llama.cpp's programs that has no choice here: with or without a value it is refused, and the reason said."""
+    """An option of llama.cpp's programs that has no choice here: with or without a value it is refused, and the reason
+    said."""
 
     def refuse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
         if value is not None:
@@ -146,7 +150,8 @@ def kv_options(function: F) -> F:
                 "--kv-host",
                 type=BYTES_OR_SHARE,
                 metavar="BYTES",
-                help="Budget of the cache in RAM, e.g. 2GiB; with lossy fidelity also a share of free memory, e.g. 65%. [default: no limit]",
+                help="Budget of the cache in RAM, e.g. 2GiB; with lossy fidelity also a share of free memory, e.g. "
+                "65%. [default: no limit]",
             ),
             option(
                 "--kv-disk",
@@ -164,7 +169,8 @@ def kv_options(function: F) -> F:
                 "--kv-host-type-k",
                 type=FORMAT,
                 metavar="FMT",
-                help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk; with bounded q8_0 without one]",
+                help="Format of keys in RAM: f32 f16 bf16 q8_0 q4_0 q4_1. [default: -ctk; with bounded q8_0 without "
+                "one]",
             ),
             option(
                 "--kv-host-type-v",
@@ -179,13 +185,15 @@ def kv_options(function: F) -> F:
             option(
                 "--fidelity",
                 metavar="exact|bounded[:EPS]|lossy",
-                help="bounded:EPS: a decode step may leave out values of at most EPS (0.07) of the attention; lossy: what leaves RAM is gone. [default: exact]",
+                help=f"bounded:EPS: a decode step may leave out values of at most EPS ({DEFAULT_EPS}) of the "
+                "attention; lossy: what leaves RAM is gone. [default: exact]",
             ),
             option(
                 "--kv-read-budget",
                 type=TOKENS,
                 metavar="TOKENS",
-                help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded; at least 96, the first and newest pages.",
+                help="With bounded: read at most so many values per KV head and step, even if EPS then is exceeded; "
+                "at least 96, the first and newest pages.",
             ),
             option("--kv-page-tokens", type=int, metavar="N", help="Tokens per page, a multiple of 32. [default: 32]"),
             option(

@@ -91,7 +91,7 @@ def command(
 
 def _title(plan: Plan, model: str | None) -> str:
     """The name that was asked for, where it is one of `kvtier models`, and what the file calls itself."""
-    from ..model.names import known_models
+    from ..model.table import known_models
 
     name, architecture = plan.shape.name, plan.shape.architecture
     return (
@@ -114,14 +114,10 @@ def _as_asked(options: dict[str, Any]) -> list[str]:
 
 
 def _find(model: str | None, hf_repo: str | None) -> Path:
-    from ..model import names as models
+    from ..model.names import fetch_hf, resolve
 
     with ui.download_progress() as progress:
-        return (
-            models.resolve(model, progress=progress)
-            if model is not None
-            else models.fetch_hf(hf_repo or "", progress=progress)
-        )
+        return resolve(model, progress=progress) if model is not None else fetch_hf(hf_repo or "", progress=progress)
 
 
 def _machine(kv_dir: Path | None) -> Machine:
@@ -163,7 +159,8 @@ def _show(plan: Plan, commands: list[str], title: str) -> None:
         ui.table(caches, header=("KV cache", "llama.cpp", "in pages", "longest in RAM"), stderr=False)
         if plan.bounded:
             ui.echo(
-                f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave RAM.\n"
+                f"Of a bounded cache, {format_bytes(plan.bounded.always_bytes)} (keys, means of values) never leave "
+                "RAM.\n"
             )
     _show_machine(plan, commands)
 
@@ -197,6 +194,7 @@ def _show_machine(plan: Plan, commands: list[str]) -> None:
         ui.echo("It does not fit here." + (f" The longest context that does: {longest:,} tokens." if longest else ""))
     for way, words in zip(plan.options, commands, strict=True):
         ui.echo(
-            f"\n{way.text[0].upper()}{way.text[1:]}, as {way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:"
+            f"\n{way.text[0].upper()}{way.text[1:]}, as "
+            f"{way.type_k if way.type_k == way.type_v else f'{way.type_k} / {way.type_v}'}:"
         )
         ui.echo(f"  {words}")

@@ -85,7 +85,8 @@ def kv_rows(figures: Figures, n_layers: int) -> list[tuple[str, str]]:
         rows.append(
             (
                 "attention left out",
-                f"{figures.omitted:.1%} on average ({figures.omitted_bound:.1%} at most); {read:.1%} of the values read",
+                f"{figures.omitted:.1%} on average ({figures.omitted_bound:.1%} at most); {read:.1%} of the values "
+                "read",
             )
         )
     if figures.disk_reads or figures.disk_writes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from .options import (
     require_utf8,
     require_utf8_path,
 )
-from .signals import StopFlag
+from .signals import StopFlag, unless_hung_up
 from .streaming import streaming
 from .texts import read_file
 
@@ -130,7 +129,8 @@ class _Job:
     type=FORMAT,
     default=None,
     metavar="FMT",
-    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are quantized]",
+    help="Cache type of keys: f32 f16 bf16 q8_0 q4_0 q4_1.  [default: f16, with q8_0's rotation where pages are "
+    "quantized]",
 )
 @option(
     "-ctv",
@@ -207,7 +207,8 @@ def command(
     settings = kv_settings(options)
     if settings.fidelity == "lossy" and settings.host is None:
         ui.warn(
-            "--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free memory"
+            "--fidelity lossy without a budget drops nothing: give one with --kv-host, such as 2GiB, or 65% of free "
+            "memory"
         )
     options["policy"] = known_policy(options["policy"])
     require_utf8_path(model, "the model's path")
@@ -221,18 +222,15 @@ def command(
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
-        try:
+        exit_code: int | None = None
+        with unless_hung_up(stop):
             if text is None:
                 from .chat import converse
 
                 exit_code = converse(lambda: _load(job), sampling, stop, options["live"])
             else:
                 exit_code = _complete(job, text, chat, sampling, stop, as_json, options["live"])
-        except (OutputError, OSError):
-            if stop.signum != signal.SIGHUP:
-                raise
-            exit_code = stop.exit_code  # the terminal has gone, so nothing can be written to it
-    sys.exit(exit_code)
+    sys.exit(stop.exit_code if exit_code is None else exit_code)
 
 
 def _prompt_text(prompt: str | None, file: Path | None, as_json: bool) -> str | None:
@@ -260,7 +258,7 @@ def _one_model(argument: str | None, option: str | None) -> str | None:
 
 
 def _find_model(model: str | None, hf_repo: str | None) -> Path:
-    from ..model import names as models
+    from ..model.names import fetch_hf, resolve
 
     if (model is None) == (hf_repo is None):
         raise UsageError(
@@ -271,9 +269,9 @@ def _find_model(model: str | None, hf_repo: str | None) -> Path:
         )
     with ui.download_progress() as progress:
         return (
-            models.fetch_hf(hf_repo, progress=progress)
+            fetch_hf(hf_repo, progress=progress)
             if model is None and hf_repo is not None
-            else models.resolve(model or "", progress=progress)
+            else resolve(model or "", progress=progress)
         )
 
 

@@ -157,7 +157,7 @@ def tune_command(
     **recording: Any,
 ) -> None:
     """Refine a scorer in a few steps on TEXTS of your own."""
-    from ..scorer.model import load, shipped
+    from ..policies.scorer import load, shipped
     from ..scorer.recipe import tune_on
     from ..scorer.train import Training
 
@@ -202,7 +202,7 @@ def report_command(
     **recording: Any,
 ) -> None:
     """Judge a scorer by TEXTS or recorded traces: how well it ranks pages by the mass they then get."""
-    from ..scorer.model import load, shipped
+    from ..policies.scorer import load, shipped
     from ..scorer.quality import quality
     from ..scorer.recipe import record_all
     from ..scorer.samples import require_length
@@ -224,7 +224,8 @@ def report_command(
 
 @contextmanager
 def _session(folder: Path | None, output: Path | None = None) -> Iterator[tuple[Path, StopFlag, Progress]]:
-    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it is.
+    """A folder for traces (a temporary one without a name), the flag that Ctrl-C sets, and a line that says how far it
+    is.
 
     `output` is checked before: what takes long should not fail at its end.
     """

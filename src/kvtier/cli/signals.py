@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as a flag that long work asks, so that it ends at a point where everything can be cleaned up."""
+"""SIGINT, SIGTERM and SIGHUP as a flag that long work asks, so that it ends where everything can be cleaned up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ..errors import OutputError
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal came while nothing but waiting was going on. `exit_code` is what a shell expects of a process it ended."""
+    """A signal came while nothing but waiting was going on.
+
+    `exit_code` is what a shell expects of a process it ended.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__()
@@ -37,7 +40,8 @@ def unless_hung_up(stop: StopFlag) -> Iterator[None]:
 
 
 class StopFlag:
-    """While the block runs, the first of these signals sets the flag; the third ends the process without cleaning up."""
+    """While the block runs, the first of these signals sets the flag; the third ends the process without cleaning
+    up."""
 
     PATIENCE: Final = 3
 

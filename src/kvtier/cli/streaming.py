@@ -1,4 +1,5 @@
-"""Where the text of a generation goes while it comes: stdout, and with --live a terminal with a panel below the text."""
+"""Where the text of a generation goes while it comes: stdout, and with --live a terminal with a panel below the
+text."""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ from .options import not_utf8
 
 
 def read_text(path: Path | None) -> str:
-    """The text of a UTF-8 file, or sources of Python's standard library where there is none. Raises UsageError for one that is empty, too."""
+    """The text of a UTF-8 file, or sources of Python's standard library where there is none.
+
+    Raises UsageError for one that is empty, too.
+    """
     if path is None:
         from ..measuring.text import library_text
 

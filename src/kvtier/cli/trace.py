@@ -64,8 +64,9 @@ def record_command(
 ) -> None:
     """Record the attention mass of a text, one token at a time.
 
-    MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one. Layers that see only a sliding window
-    are left out. Ctrl-C ends the recording early; what was recorded until then can be used. The trace appears when it is
+    MODEL is a GGUF file or a name that `kvtier models` lists; smollm2 without one. Layers that see only a sliding
+    window are left out. Ctrl-C ends the recording early; what was recorded until then can be used. The trace appears
+    when it is
     whole: until then it is in OUTPUT.part, and one that is there already stays.
     """
     if min(n_prefix, n_tokens) < 1:

@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import KvtierError, OutputError
-from ..model.names import FetchProgress
+from ..model.fetching import FetchProgress
 from ..sizes import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -247,7 +247,9 @@ def terminal_for_live(text_on_stdout: bool) -> Console | None:
 
 
 class LivePanel:
-    """Text that streams above a panel of figures. A context manager: leaving it removes the panel and ends the text's line.
+    """Text that streams above a panel of figures.
+
+    A context manager: leaving it removes the panel and ends the text's line.
 
     Where text and panel go to the same terminal, full rows of text scroll up, and the row that is being written stands
     above the panel. Else `write` leaves the text to the caller's function.

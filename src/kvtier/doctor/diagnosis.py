@@ -1,6 +1,7 @@
 """Is this installation sound, and what can this machine do? A list of findings; `kvtier doctor` prints them.
 
-Whatever loads native code is done in a child process (`kvtier.doctor.probe`), so that a crash is a finding and not the end.
+Whatever loads native code is done in a child process (`kvtier.doctor.probe`), so that a crash is a finding and not the
+end.
 """
 
 from __future__ import annotations
@@ -219,7 +220,10 @@ def _amx(state: hardware.AmxState, probe: ProbeResult, flags: frozenset[str]) ->
 def _memory(memory: hardware.Memory) -> Finding:
     if memory.total_bytes == 0:
         return Finding("Memory", "warn", "the system does not say", "Give budgets by hand: --kv-host.")
-    text = f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}, {hardware.cpu_count()} processors ({hardware.cpu_name()})"
+    text = (
+        f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}, "
+        f"{hardware.cpu_count()} processors ({hardware.cpu_name()})"
+    )
     if memory.available_bytes < LOW_MEMORY_BYTES:
         return Finding(
             "Memory", "warn", text, "Close other programs, or give a small budget: --kv-host 256MiB with --kv-disk."
@@ -228,7 +232,8 @@ def _memory(memory: hardware.Memory) -> Finding:
 
 
 def _disk(folder: Path) -> Finding:
-    """Free space and speed of the disk tier's directory; its nearest existing parent stands for one that is not there yet."""
+    """Free space and speed of the disk tier's directory; its nearest existing parent stands for one that is not there
+    yet."""
     if folder.exists() and not folder.is_dir():
         return Finding("Disk", "fail", f"{folder} is not a directory", "Name a directory with --kv-dir.")
     existing = next((p for p in (folder, *folder.parents) if p.is_dir()), Path("/"))
@@ -250,8 +255,8 @@ def _disk(folder: Path) -> Finding:
             "Name a directory that can be written with --kv-dir.",
         )
     text = (
-        f"{existing}: {format_bytes(free)} free, writes {speed.write_rate / 1e6:,.0f} MB/s, reads {speed.read_rate / 1e6:,.0f} MB/s"
-        + ("" if speed.direct else " (through the page cache)")
+        f"{existing}: {format_bytes(free)} free, writes {speed.write_rate / 1e6:,.0f} MB/s, reads "
+        f"{speed.read_rate / 1e6:,.0f} MB/s" + ("" if speed.direct else " (through the page cache)")
     )
     hint = ""
     if free < LOW_DISK_BYTES:

@@ -1,4 +1,5 @@
-"""Run as `python -m kvtier.doctor.probe`: loads llama.cpp and the plug-in, and prints what it finds as JSON, one line per step.
+"""Run as `python -m kvtier.doctor.probe`: loads llama.cpp and the plug-in, and prints what it finds as JSON, one line
+per step.
 
 It is a process of its own so that a library that crashes takes nobody with it: the last line says how far it came.
 """

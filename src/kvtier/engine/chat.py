@@ -37,7 +37,10 @@ class ChatTemplate:
             )
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the conversation, up to where the answer starts. Raises KvtierError if the template refuses, ChatTemplateError if it is faulty."""
+        """Tokens of the conversation, up to where the answer starts.
+
+        Raises KvtierError if the template refuses, ChatTemplateError if it is faulty.
+        """
         try:
             formatted = self._format(messages=[{"role": m.role, "content": m.content} for m in messages])
         except ValueError as err:  # raise_exception() of the template

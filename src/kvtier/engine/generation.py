@@ -63,7 +63,10 @@ class _Clock:
 
 
 class Generation:
-    """Runs one prompt on a model. `stop` is asked between micro-batches and tokens, in prefill between operations too."""
+    """Runs one prompt on a model.
+
+    `stop` is asked between micro-batches and tokens, in prefill between operations too.
+    """
 
     def __init__(
         self, llm: llama_cpp.Llama, prompt: Sequence[int], sampling: Sampling, stop: Callable[[], bool]

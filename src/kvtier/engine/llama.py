@@ -63,16 +63,19 @@ class Llama(llama_cpp.Llama):
         fidelity: "exact", "bounded", "bounded:EPS" or "lossy", see kvtier.settings.KVSettings.
         kv_read_budget: with bounded fidelity, the most values that one step reads per KV head.
         kv_settings: all of the above in one object, instead of them.
-        kv_memory: with lossy fidelity, what becomes of a page before it is gone (a kvtier.MemorySettings); by default it is kept in fewer bits with
-            the policies delta and adaptive, and nothing with others, which drop pages as they are.
-        policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`. None:
-            the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
-        same_bits: one answer, however it was computed: logits are equal to the last bit whether tokens come one by one or in
-            batches of any size, with any number of threads. Needs fidelity exact, and refuses what llama.cpp cannot do
-            (docs/same-bits.md).
-        n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is fewer.
-        type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less where pages are
-            or become quantized, so that llama.cpp rotates what is rounded (see kvtier.model.cachetypes).
+        kv_memory: with lossy fidelity, what becomes of a page before it is gone (a kvtier.MemorySettings); by default
+            it is kept in fewer bits with the policies delta and adaptive, and nothing with others, which drop pages as
+            they are.
+        policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`.
+            None: the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
+        same_bits: one answer, however it was computed: logits are equal to the last bit whether tokens come one by one
+            or in batches of any size, with any number of threads. Needs fidelity exact, and refuses what llama.cpp
+            cannot do (docs/same-bits.md).
+        n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is
+            fewer.
+        type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less
+            where pages are or become quantized, so that llama.cpp rotates what is rounded (see
+            kvtier.model.cachetypes).
 
     Raises:
         GgufError: the file is missing or no usable model.
@@ -202,8 +205,10 @@ class Llama(llama_cpp.Llama):
         n_gone = self._kv.figures.tiers["none"].n_pages
         if n_gone > 0:
             raise UnsupportedError(
-                f"the cache is lossy, and {n_gone:,} of its pages have been dropped: a saved state would show zeros in their place",
-                "Save the state before pages are dropped (a larger host budget), or use fidelity exact with a disk tier.",
+                f"the cache is lossy, and {n_gone:,} of its pages have been dropped: a saved state would show zeros "
+                "in their place",
+                "Save the state before pages are dropped (a larger host budget), or use fidelity exact with a disk "
+                "tier.",
             )
         return super().save_state()
 
@@ -320,7 +325,8 @@ def _start_placement(kv: KVCache, policy: Policy, memory: MemorySettings | None,
 
 
 def _text(vocab: Any, tokens: Sequence[int]) -> str:
-    """Text of tokens, those of chat templates included; pieces of 64 bytes or more, which are no words, are left out."""
+    """Text of tokens, those of chat templates included; pieces of 64 bytes or more, which are no words, are left
+    out."""
     buffer = ctypes.create_string_buffer(64)
     pieces = []
     for token in tokens:

@@ -83,8 +83,8 @@ class Recorder:
     ) -> Recorded:
         """Feed `tokens`, the first `n_prefix` of them in batches, and write the rest's masses to `path`.
 
-        `stop` ends it between steps; what is there by then is a whole trace, and without a step there is none. Raises NativeError, LlamaError, OutputError;
-        UsageError if the model has no layer that sees the whole context.
+        `stop` ends it between steps; what is there by then is a whole trace, and without a step there is none. Raises
+        NativeError, LlamaError, OutputError; UsageError if the model has no layer that sees the whole context.
         """
         llm = self._llm
         llm.reset()  # type: ignore[no-untyped-call]

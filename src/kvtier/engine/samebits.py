@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import SameBitsError, SettingsError
-from ..machine import hardware
+from ..machine import buildargs, hardware
 from ..model import gguf
 from ..model.gguf import GgufHeader, TensorInfo
 from ..model.shape import shape_of
@@ -133,8 +133,6 @@ def _refusal(unequal: list[TensorInfo]) -> SameBitsError:
 
 def _build_command() -> str:
     """The command that builds llama.cpp with products that do not depend on the number of rows."""
-    switches = " ".join(filter(None, (hardware.cmake_args(), "-DGGML_LLAMAFILE=OFF")))
-    return (
-        f'CMAKE_ARGS="{switches}" pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python '
-        "llama-cpp-python"
-    )
+    flags = hardware.cpu_flags()
+    switches = buildargs.best_args(flags, hardware.amx_state(flags), buildargs.compiler_takes)
+    return buildargs.install_command(" ".join(filter(None, (switches, "-DGGML_LLAMAFILE=OFF"))))

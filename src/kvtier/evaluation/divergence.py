@@ -38,7 +38,8 @@ def kl_divergence(reference_logits: ArrayLike, logits: ArrayLike) -> Floats:
 def mean_interval(values: ArrayLike, n_resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
     """The 95 % interval of the mean of a series, by bootstrap.
 
-    Neighbouring tokens are alike, so it resamples blocks of neighbours (circular, about sqrt(n) long), not single values.
+    Neighbouring tokens are alike, so it resamples blocks of neighbours (circular, about sqrt(n) long), not single
+    values.
     Source: Politis and Romano, A circular block-resampling procedure for stationary data, 1992.
     """
     x = np.asarray(values, np.float64)

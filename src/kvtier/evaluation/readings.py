@@ -19,11 +19,13 @@ class Readings:
         disk_bytes: what the disk tier read, bytes per token.
         per_s: tokens per second.
         values_read: share of the values whose keys were scored that were read, with bounded fidelity.
-        omitted, omitted_bound: attention mass that was left out, mean over all queries, heads and layers, and the mean of what
-            bounds it; max_omitted: the most that one of them left out since the context was begun.
-        hit_rate: eviction hit rate, the share of the attention mass of the exact step that lies on pages which are not in RAM.
-        recall: information recall, the share of that mass that is still answered: what lies on pages that are gone for good
-            is not, nor is what was left out. Both are measured against a reference that is an exact step of kvtier.
+        omitted, omitted_bound: attention mass that was left out, mean over all queries, heads and layers, and the mean
+            of what bounds it; max_omitted: the most that one of them left out since the context was begun.
+        hit_rate: eviction hit rate, the share of the attention mass of the exact step that lies on pages which are not
+            in RAM.
+        recall: information recall, the share of that mass that is still answered: what lies on pages that are gone for
+            good is not, nor is what was left out. Both are measured against a reference that is an exact step of
+            kvtier.
     """
 
     ram_bytes: float | None

@@ -85,7 +85,10 @@ def shown_columns(costs: Sequence[Readings], slow: Sequence[bool]) -> list[tuple
 def footnote(plan: EvaluationPlan) -> str:
     """What the table's numbers are about, in a line."""
     weights = "weights widened to F32" if plan.f32_weights else "the model's own weights"
-    return f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,} in batches of {plan.n_batch:,}, {weights}"
+    return (
+        f"{plan.n_tokens:,} tokens one at a time after a prefix of {plan.n_prefix:,} in batches of "
+        f"{plan.n_batch:,}, {weights}"
+    )
 
 
 def stock_lines(stock: Stock, slow: frozenset[str]) -> str:

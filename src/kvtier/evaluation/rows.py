@@ -47,7 +47,8 @@ def find_rows(names: Sequence[str]) -> list[Configuration]:
         if name not in known and ":" not in name:
             raise SpecError(
                 f"no row is called {name!r}",
-                f"Rows: {', '.join(repr(n) for n in known)}, or a configuration such as kvtier:q8_0,host=64MiB,disk=1GiB.",
+                f"Rows: {', '.join(repr(n) for n in known)}, or a configuration such as "
+                "kvtier:q8_0,host=64MiB,disk=1GiB.",
             )
         rows[name] = known[name] if name in known else parse_spec(name)
     return list(rows.values())

@@ -9,18 +9,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import UsageError
 from ..measuring.child import Child
 from ..measuring.config import Configuration, Opening, rope_for
 from ..measuring.errors import MeasuringError
-from ..model.names import sha256_of
+from ..model.fetching import sha256_of
 from ..native.binding import library_path
 from ..policies.parameters import files_of
 from .exactmass import EVERY_STEP
 from .rows import REFERENCE, RowFile, RowResult, row_key
 from .widened import ModelFile
+
+WORKER: Final = "kvtier.evaluation.worker"  # the module that runs in a measuring process
+POLICY_ROOMS: Final = ("placement", "policies", "lossy")  # what a built-in policy's decisions come from
 
 Report = Callable[[str, str, int, int], None]  # row, phase, done, total
 
@@ -93,7 +96,7 @@ class _Run:
         opening = Opening(
             str(self.model.path()), plan.for_text(config), plan.n_ctx, plan.n_threads, plan.n_batch, self.rope
         )
-        with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1]) as child:
+        with Child(opening, self.tokens[: plan.n_prefix + plan.n_tokens + 1], WORKER) as child:
             answer = child.ask(
                 "score",
                 lambda phase, done, total: self.report(config.name, phase, done, total),
@@ -139,7 +142,10 @@ def _for_reference(config: Configuration) -> Configuration:
 
 
 def tokenise(plan: EvaluationPlan) -> tuple[list[int], int]:
-    """Token ids of the plan's text and the context that the model was trained for. Raises UsageError for a text too short."""
+    """Token ids of the plan's text and the context that the model was trained for.
+
+    Raises UsageError for a text too short.
+    """
     opening = Opening(str(plan.model), Configuration("tokeniser"), 256, 1)
     with Child(opening) as child:
         tokens: list[int] = child.ask("tokenize", text=plan.text)["tokens"]
@@ -179,11 +185,7 @@ def _stock_hash() -> str:
 def _policies_hash(policy: str) -> str:
     """Of everything that a built-in policy's decisions come from, files that its parameters name included."""
     root = Path(__file__).parents[1]
-    own = [
-        path
-        for pattern in ("placement.py", "policies/*.py", "lossy/*.py", "scorer/*")
-        for path in sorted(root.glob(pattern))
-    ]
+    own = [path for room in POLICY_ROOMS for path in sorted((root / room).iterdir())]
     digest = hashlib.sha256()
     for path in (*own, *files_of(policy)):
         if path.is_file():

@@ -31,8 +31,9 @@ def score(
     """Feed `n_prefix` tokens in batches, then `n_tokens` more one at a time, and look at each step's distribution.
 
     `reference` is a raw file of float32 [n_tokens, n_vocab] logits: written if `write`, else compared with. The answer
-    holds per-token lists: `kl` (nats), `same_top`, `nll` (nats), the seconds that prefix and decode took, and in `reading`
-    what the engine counted over the decoded tokens. `mass` is the file of the reference's attention mass, see `exactmass`.
+    holds per-token lists: `kl` (nats), `same_top`, `nll` (nats), the seconds that prefix and decode took, and in
+    `reading` what the engine counted over the decoded tokens. `mass` is the file of the reference's attention mass, see
+    `exactmass`.
     """
     if len(tokens) < n_prefix + n_tokens + 1:
         raise MeasuringError(f"the text has {len(tokens)} tokens; {n_prefix} + {n_tokens} + 1 are needed")

@@ -1,19 +1,20 @@
 """How many tokens may be computed together where the cache has a budget that forgets.
 
-Room for a whole batch has to be made before its attention has said what matters, and at most half of the budget is cleared for
-that: a larger batch drops pages that fewer bits would have kept. Very small ones are no better: each is one look at what attention wants.
+Room for a whole batch has to be made before its attention has said what matters, and at most half of the budget is
+cleared for that: a larger batch drops pages that fewer bits would have kept. Very small ones are no better: each is
+one look at what attention wants.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from ..formats import row_bytes
 from ..model.shape import AttentionLayer, ModelShape
 from ..settings import KVSettings
 
 LEAST: Final = 64  # tokens
 BUDGET_SHARE: Final = 2  # a batch takes at most one part in so many of the budget
-F16_BYTES: Final = 2
 
 
 def fitting_batch(shape: ModelShape, settings: KVSettings, n_batch: int) -> int:
@@ -28,4 +29,4 @@ def fitting_batch(shape: ModelShape, settings: KVSettings, n_batch: int) -> int:
 
 
 def _token_bytes(layer: AttentionLayer) -> int:
-    return F16_BYTES * layer.n_head_kv * (layer.d_k + layer.d_v)
+    return layer.n_head_kv * (row_bytes("f16", layer.d_k + layer.d_v) or 0)

@@ -31,8 +31,8 @@ class ShareKeeper:
         Args:
             available: bytes that the system could give; held: bytes that the cache has taken already.
 
-        Changes in steps of 5 % of the budget, at most 1 GiB. Shrinks by as many steps as it takes, at once; grows by one step
-        when `WAIT_UP` looks in a row found room for it.
+        Changes in steps of 5 % of the budget, at most 1 GiB. Shrinks by as many steps as it takes, at once; grows by
+        one step when `WAIT_UP` looks in a row found room for it.
         """
         target = int(self.share * (available + held))
         step = max(1, min(GIB, int(STEP_SHARE * self.budget)))

@@ -25,7 +25,10 @@ def compress(
 
 
 def _truncated(rows: Floats, rank: int) -> tuple[Floats, Floats, Floats]:
-    """Mean [h, d], basis [h, rank, d] and coordinates [h, n, rank] of rows [h, n, d]. Eigenvectors of the small side's products."""
+    """Mean [h, d], basis [h, rank, d] and coordinates [h, n, rank] of rows [h, n, d].
+
+    Eigenvectors of the small side's products.
+    """
     mean = rows.mean(1)
     centred = rows - mean[:, None]
     _, vectors = np.linalg.eigh(centred.transpose(0, 2, 1) @ centred)  # ascending

@@ -1,4 +1,7 @@
-"""How much is kept of each page: whole, in fewer bits, or not at all. What counts is what the budget holds in the end."""
+"""How much is kept of each page: whole, in fewer bits, or not at all.
+
+What counts is what the budget holds in the end.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..figures import LayerFigures
+from ..formats import BY_NAME, page_bytes
 
 SUB: Final = 32
 TOP_SHARE: Final = 0.15  # KL at 20 % of the bytes is a fifth lower than with 0, and not lower still with 0.4
 TRAILER_BYTES: Final = 64  # what a frame of the store has behind a page
-_BITS: Final = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}
-QUANTIZED: Final = ("q8_0", "q4_0", "q4_1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,10 @@ class Level:
 
     def page_bytes(self, layer: LayerFigures) -> int:
         """What a page of the layer takes in RAM in these formats."""
-        d_v = -(-layer.d_v // 16) * 16 if layer.d_v else 0
-        bits = layer.page_tokens * (layer.d_k * _BITS[self.fmt_k] + d_v * _BITS[self.fmt_v])
-        return layer.n_head_kv * (-(-int(bits / 8) // 64) * 64) + TRAILER_BYTES
+        n_bytes = page_bytes(layer, self.fmt_k, self.fmt_v, layer.page_tokens)
+        if n_bytes is None:
+            raise ValueError(f"heads of {layer.d_k} and {layer.d_v} channels cannot be {self.fmt_k} and {self.fmt_v}")
+        return n_bytes + TRAILER_BYTES
 
 
 def growing(layers: Iterable[LayerFigures]) -> list[LayerFigures]:
@@ -40,25 +43,28 @@ def growing(layers: Iterable[LayerFigures]) -> list[LayerFigures]:
 
 
 def ladder(fmt_k: str, fmt_v: str, layer: LayerFigures) -> tuple[Level, ...]:
-    """The levels below a page's own formats, largest first, the own one included; only own if its heads cannot be quantized."""
+    """The levels below a page's own formats, largest first, the own one included; only own if its heads cannot be
+    quantized."""
     own = Level(fmt_k, fmt_v)
     if layer.d_k % SUB or layer.d_v % SUB or layer.d_v == 0:
         return (own,)
     lower = (Level("q8_0", "q8_0"), Level("q8_0", "q4_0"), Level("q4_0", "q4_0"))
-    fewer = (level for level in lower if _BITS[level.fmt_k] <= _BITS[fmt_k] and _BITS[level.fmt_v] <= _BITS[fmt_v])
+    bits_k, bits_v = BY_NAME[fmt_k].bits, BY_NAME[fmt_v].bits
+    fewer = (level for level in lower if BY_NAME[level.fmt_k].bits <= bits_k and BY_NAME[level.fmt_v].bits <= bits_v)
     return (own, *(level for level in fewer if level.page_bytes(layer) < own.page_bytes(layer)))
 
 
 def assign(keep: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
-    """A level for each of n pages, so that they fit into `room` bytes: int64 [n], index into the levels, n_levels for gone.
+    """A level for each of n pages, so that they fit into `room` bytes: int64 [n], index into the levels, n_levels for
+    gone.
 
     Args:
         keep: float32 [n], how much each page is wanted.
         sizes: int64 [n_levels], bytes of a page at each level, falling.
         room: bytes for all of them.
 
-    Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at the
-    smallest level. When some are gone, `TOP_SHARE` of those that stay get the level above the smallest.
+    Between two neighbouring levels the pages that are wanted most get the larger one; no page is gone while all fit at
+    the smallest level. When some are gone, `TOP_SHARE` of those that stay get the level above the smallest.
     """
     n, n_levels = len(keep), len(sizes)
     level = np.full(n, n_levels, np.int64)

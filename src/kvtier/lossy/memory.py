@@ -1,4 +1,5 @@
-"""The δ-Mem engine: beside generation, gives the pages that are wanted least fewer bits, then only a share of a summary."""
+"""The δ-Mem engine: beside generation, gives the pages that are wanted least fewer bits, then only a share of a
+summary."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BudgetError, NativeError
-from ..figures import FORMATS, LayerFigures
+from ..figures import LayerFigures
+from ..formats import FORMATS
 from ..machine import hardware
 from ..native.kv import KVCache
 from ..placement.placement import KVEngine, Placement
@@ -30,7 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class LossyEngine(KVEngine):
-    """A KV cache whose pages are given up step by step. Plans only say what is wanted; this carries it out within the budget."""
+    """A KV cache whose pages are given up step by step.
+
+    Plans only say what is wanted; this carries it out within the budget.
+    """
 
     def __init__(
         self, kv: KVCache, memory: MemorySettings, to_text: Callable[[Sequence[int]], str] = lambda _t: ""
@@ -46,7 +51,8 @@ class LossyEngine(KVEngine):
         self._n_refreshes = 0
 
     def check_budget(self) -> None:
-        """Raises BudgetError where the budget cannot hold what never goes: sliding windows, and the first and newest pages of each layer."""
+        """Raises BudgetError where the budget cannot hold what never goes: sliding windows, and the first and newest
+        pages of each layer."""
         settings = self._cache.settings
         budget = settings.host
         if self._is_checked or budget is None:
@@ -65,7 +71,8 @@ class LossyEngine(KVEngine):
             )
         if layers and least > budget:
             raise BudgetError(
-                f"the lossy budget is {budget:,} bytes, but sliding windows and the newest pages of {len(layers)} layers alone take {least:,}",
+                f"the lossy budget is {budget:,} bytes, but sliding windows and the newest pages of {len(layers)} "
+                f"layers alone take {least:,}",
                 f"Give it more (--kv-host {-(-least // (1 << 20))}MiB is the least), or take a shorter context.",
             )
 
@@ -152,14 +159,16 @@ class LossyEngine(KVEngine):
 
     @staticmethod
     def _in_groups(stats: PageStats, gone: Indices, free: Indices, keep: Floats) -> Indices:
-        """More pages of each array that has some to give up, so that they make whole groups: the room lasts for longer then."""
+        """More pages of each array that has some to give up, so that they make whole groups: the room lasts for longer
+        then."""
         arrays = np.unique(stats.array[gone]).tolist()
         order = free[np.argsort(keep[free], kind="stable")]
         mine = [(gone[stats.array[gone] == array], order[stats.array[order] == array]) for array in arrays]
         return np.concatenate([whole_groups(going, candidates) for going, candidates in mine]) if mine else gone
 
     def _drop_shortfall(self, stats: PageStats, keep: Floats, layers: dict[int, LayerFigures], headroom: int) -> None:
-        """What is wanted least goes where fewer bits have not given enough room: else the library would take what is largest."""
+        """What is wanted least goes where fewer bits have not given enough room: else the library would take what is
+        largest."""
         tiers = self._cache.figures.tiers["host"]
         short = headroom - ((tiers.budget_bytes or 0) - tiers.held_bytes)
         if short <= 0 or tiers.n_pages == 0:
@@ -202,7 +211,9 @@ class LossyEngine(KVEngine):
 
 
 def make_room(engine: LossyEngine, placement: Placement, n_tokens: int) -> bool:
-    """Before a batch, which may need more room than single tokens leave. False if the plan was not made in time: the library then makes room in its own way.
+    """Before a batch, which may need more room than single tokens leave.
+
+    False if the plan was not made in time: the library then makes room in its own way.
 
     Raises BudgetError, from the second batch on, where the budget cannot hold what never goes.
     """

@@ -15,7 +15,9 @@ Halves = npt.NDArray[np.float16]
 
 @dataclass(slots=True)
 class OnlineState:
-    """Cells of one layer. A token joins the cell whose centre is nearest to its key; centre and value are running means.
+    """Cells of one layer.
+
+    A token joins the cell whose centre is nearest to its key; centre and value are running means.
 
     Attributes:
         n_cells: cells per KV head.

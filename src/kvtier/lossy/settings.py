@@ -18,9 +18,10 @@ class MemorySettings:
 
     Attributes:
         compress: pages are kept in fewer bits before they are dropped.
-        online_share: share of the host budget for the online state, for example 0.01; 0: none, since with it distributions lie further from
-            the exact ones than without (docs/lossy.md).
-        low_rank: dimensions of the streaming cache: pages that leave go there in groups, as far as its share of the budget reaches; a multiple of
+        online_share: share of the host budget for the online state, for example 0.01; 0: none, since with it
+            distributions lie further from the exact ones than without (docs/lossy.md).
+        low_rank: dimensions of the streaming cache: pages that leave go there in groups, as far as its share of the
+            budget reaches; a multiple of
             32, 0: none, since pages of four bits are worth as much (docs/lossy.md).
         low_rank_share: share of the host budget for it.
         spread: the online state keeps the spread of its cells' keys.

@@ -1,4 +1,5 @@
-"""What stands in for dropped pages, where it is asked for: groups of the streaming cache, then cells of the online state."""
+"""What stands in for dropped pages, where it is asked for: groups of the streaming cache, then cells of the online
+state."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 class StandIns:
-    """The summaries of all layers. Their bytes are set aside from the pages' budget once, so that they cannot push out pages later."""
+    """The summaries of all layers.
+
+    Their bytes are set aside from the pages' budget once, so that they cannot push out pages later.
+    """
 
     def __init__(self, kv: KVCache, settings: MemorySettings) -> None:
         self._kv: Final = kv

@@ -21,8 +21,9 @@ from typing import Final, Literal
 SPEED_BYTES: Final = 64 << 20
 PROBE_TIMEOUT_S: Final = 20.0
 
-# Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's address
-# as its argument. Exit code 0: it ran; 2: the kernel gives no tiles; 3: no executable memory; a signal: it faulted.
+# Child process: asks the kernel for the tile registers, then runs the code in argv[1] with the tile configuration's
+# address as its argument. Exit code 0: it ran; 2: the kernel gives no tiles; 3: no executable memory; a signal: it
+# faulted.
 _CHILD: Final = """
 import ctypes, mmap, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -110,7 +111,10 @@ def _cpuinfo() -> list[str]:
 
 
 def memory() -> Memory:
-    """RAM in total and free for use, with the limits of control groups taken into account. Zeros if the system does not say."""
+    """RAM in total and free for use, with the limits of control groups taken into account.
+
+    Zeros if the system does not say.
+    """
     total = available = 0
     try:
         for line in Path("/proc/meminfo").read_text("ascii", "replace").splitlines():
@@ -134,7 +138,10 @@ def memory() -> Memory:
 
 
 def give_back_free_memory() -> bool:
-    """Hand memory that was freed in this process back to the system, where the C library keeps it (glibc). False where it cannot be asked to."""
+    """Hand memory that was freed in this process back to the system, where the C library keeps it (glibc).
+
+    False where it cannot be asked to.
+    """
     import ctypes
 
     try:
@@ -146,7 +153,8 @@ def give_back_free_memory() -> bool:
 
 
 def disk_speed(folder: Path, n_bytes: int = SPEED_BYTES) -> DiskSpeed:
-    """Write and read `n_bytes` (a multiple of 1 MiB) in a file of `folder` that has no name, and so cannot be left behind.
+    """Write and read `n_bytes` (a multiple of 1 MiB) in a file of `folder` that has no name, and so cannot be left
+    behind.
 
     Raises OSError if the folder cannot be written, or is full.
     """
@@ -192,7 +200,8 @@ def _whole(n_done: int) -> None:
 
 
 def run_code(code_hex: str, *, tiles: bool = False) -> int:
-    """Run x86-64 machine code (a function, ending in ret) in a child process; returns its exit code, negative for a signal.
+    """Run x86-64 machine code (a function, ending in ret) in a child process; returns its exit code, negative for a
+    signal.
 
     With `tiles` the child first asks the kernel for AMX tile registers.
     """
@@ -211,7 +220,8 @@ def run_code(code_hex: str, *, tiles: bool = False) -> int:
 
 
 def amx_state(flags: frozenset[str] | None = None) -> AmxState:
-    """Whether AMX can be used: it is not there, it works, its instructions kill the process, or the kernel denies the tiles."""
+    """Whether AMX can be used: it is not there, it works, its instructions kill the process, or the kernel denies the
+    tiles."""
     flags = cpu_flags() if flags is None else flags
     if "amx_tile" not in flags or platform.machine() != "x86_64":
         return "absent"

@@ -27,13 +27,21 @@ def _environment() -> dict[str, str]:
 
 
 class Child:
-    """A measuring process with at most one configuration open. A context manager: leaving it ends the process."""
+    """A measuring process with at most one configuration open. A context manager: leaving it ends the process.
 
-    def __init__(self, opening: Opening | None = None, tokens: list[int] | None = None) -> None:
+    `worker` is the module that runs in it, with more commands than those of `measuring.worker` where it needs them.
+    """
+
+    def __init__(
+        self,
+        opening: Opening | None = None,
+        tokens: list[int] | None = None,
+        worker: str = "kvtier.measuring.worker",
+    ) -> None:
         self.name = opening.config.name if opening else "measuring process"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier.measuring.worker"],
+            [sys.executable, "-m", worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -24,10 +24,11 @@ EngineName = Literal["stock", "kvtier"]
 class Configuration:
     """One engine with one way of keeping the KV cache.
 
-    `type_k` and `type_v` are llama.cpp's nominal types; "auto" (kvtier): what suits the pages, see `for_model`. `settings` is
-    kvtier's settings string (``host=2GiB,...``), empty for stock. `flash_attn` is llama.cpp's switch; kvtier needs it on.
-    `policy` places kvtier's pages; empty: the library's own. `keep` is a host budget as a share of the text's cache in F16, until `for_model`
-    makes bytes of it; 0: the budget is in `settings`. `memory` is what lossy fidelity does with pages; None: what goes with the policy.
+    `type_k` and `type_v` are llama.cpp's nominal types; "auto" (kvtier): what suits the pages, see `for_model`.
+    `settings` is kvtier's settings string (``host=2GiB,...``), empty for stock. `flash_attn` is llama.cpp's switch;
+    kvtier needs it on. `policy` places kvtier's pages; empty: the library's own. `keep` is a host budget as a share of
+    the text's cache in F16, until `for_model` makes bytes of it; 0: the budget is in `settings`. `memory` is what lossy
+    fidelity does with pages; None: what goes with the policy.
     """
 
     name: str
@@ -57,7 +58,8 @@ class Configuration:
         return cls(**{**data, "memory": None if memory is None else MemorySettings(**memory)})
 
     def for_model(self, model: str | Path, n_tokens: int, n_batch: int = 512) -> Configuration:
-        """The same for this model and a text of `n_tokens`, in batches of `n_batch`: types that were "auto", and bytes for `keep`. Raises KvtierError."""
+        """The same for this model and a text of `n_tokens`, in batches of `n_batch`: types that were "auto", and bytes
+        for `keep`. Raises KvtierError."""
         if AUTO not in (self.type_k, self.type_v) and self.keep == 0.0:
             return self
         header, settings = read_model(model)[0], KVSettings.from_native(self.settings)

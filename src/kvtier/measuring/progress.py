@@ -9,7 +9,10 @@ from types import TracebackType
 
 
 class StatusLine:
-    """A line that is written over, silent where stderr is no terminal that can do that. A context manager that wipes it at the end."""
+    """A line that is written over, silent where stderr is no terminal that can do that.
+
+    A context manager that wipes it at the end.
+    """
 
     def __init__(self) -> None:
         self._on = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")

@@ -1,8 +1,9 @@
 """Configurations as people write them, for example `kvtier:q8_0,host=64MiB,disk=1GiB` or `stock:f16`.
 
 Before the colon stands the engine, after it are settings with commas between them. A setting without a key is the
-cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`; `policy` names who places
-the pages. `keep` is a host budget as a share of what the text's cache takes in F16; with lossy fidelity the fields of MemorySettings are keys, too.
+cache type. For kvtier every field of KVSettings is a key, with dashes for underscores and without a leading `kv-`;
+`policy` names who places the pages. `keep` is a host budget as a share of what the text's cache takes in F16; with
+lossy fidelity the fields of MemorySettings are keys, too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m kvtier.measuring.worker
 
-Commands: open, tokenize, count_tokens, fill, size, threads, decode, prefill, rewind, score, answer, widen, bandwidth,
-disk, build, close. An error is answered as ``{"error": "..."}``; whatever llama.cpp prints goes to stderr.
+Commands: open, tokenize, count_tokens, fill, size, threads, decode, prefill, rewind, widen, bandwidth,
+disk, build, close; other rooms add their own (`serve`). An error is answered as ``{"error": "..."}``; whatever
+llama.cpp prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,6 +35,10 @@ class Worker:
         self._report = report
         self._engine: Engine | None = None
         self._tokens: list[int] = []
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Tell the parent how far a command is."""
+        self._report({"progress": [phase, done, total]})
 
     @property
     def engine(self) -> Engine:
@@ -133,19 +138,6 @@ class Worker:
         widen(Path(source), Path(target))
         return {}
 
-    def score(self, n_prefix: int, n_tokens: int, logits: str, mass: str, write: bool) -> Answer:
-        from ..evaluation.scoring import score
-
-        def progress(phase: str, done: int, total: int) -> None:
-            self._report({"progress": [phase, done, total]})
-
-        return score(self.engine, self._tokens, n_prefix, n_tokens, logits, mass, write, progress)
-
-    def answer(self, prompt: Answer) -> Answer:
-        from ..evaluation.tasks.answering import answer
-
-        return answer(self.engine, prompt, lambda done, total: self._report({"progress": ["context", done, total]}))
-
     def close(self) -> Answer:
         if self._engine is not None:
             self._engine.close()
@@ -157,8 +149,8 @@ class Worker:
         return [self._tokens[(at + i) % len(self._tokens)] for i in range(n_tokens)]
 
 
-_COMMANDS = frozenset(
-    (
+COMMANDS: Final = frozenset(
+    [
         "open",
         "tokenize",
         "count_tokens",
@@ -175,15 +167,13 @@ _COMMANDS = frozenset(
         "disk",
         "build",
         "widen",
-        "score",
-        "answer",
         "close",
-    )
+    ]
 )
 
 
-def main() -> None:
-    """Serve commands until stdin ends."""
+def serve(make: Callable[[Callable[[Answer], None]], Worker] = Worker, commands: frozenset[str] = COMMANDS) -> None:
+    """Serve `commands` until stdin ends, each by the method of that name of the worker that `make` makes."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # llama.cpp and its libraries print to stdout now and then: keep that channel for answers
 
@@ -191,12 +181,12 @@ def main() -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
-    worker = Worker(report)
+    worker = make(report)
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("op")
         try:
-            if name not in _COMMANDS:
+            if name not in commands:
                 raise MeasuringError(f"unknown command {name!r}")
             report(getattr(worker, name)(**command))
         except Exception as error:  # the parent decides what an error means; this process must answer
@@ -207,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

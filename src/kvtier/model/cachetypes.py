@@ -1,8 +1,9 @@
 """The cache types that llama.cpp is told, where nobody asked for one.
 
 Pages are stored in formats of their own, so the type is only a name; but llama.cpp rotates queries, keys and values
-(Walsh-Hadamard, by head) if and only if it takes the cache for a quantized one. No channel of rotated numbers stands out, and rounding
-them to Q8_0 or Q4_0 costs up to three times less KL (docs/recall.md, docs/lossy.md). So the name is a quantized one wherever pages are.
+(Walsh-Hadamard, by head) if and only if it takes the cache for a quantized one. No channel of rotated numbers stands
+out, and rounding them to Q8_0 or Q4_0 costs up to three times less KL (docs/recall.md, docs/lossy.md). So the name is a
+quantized one wherever pages are.
 """
 
 from __future__ import annotations
@@ -10,19 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ..settings import WIDE_FORMATS, KVSettings
+from ..formats import BY_NAME, WIDE_FORMATS
+from ..settings import KVSettings
 from .gguf import GgufHeader
 from .shape import AttentionLayer, ModelShape, shape_of
 
 AUTO: Final = "auto"
-GGML_TYPES: Final = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q4_0": 2,
-    "q4_1": 3,
-}  # their numbers in ggml's enum ggml_type
+GGML_TYPES: Final = {known.name: known.ggml_type for known in BY_NAME.values()}  # numbers in ggml's enum ggml_type
 _ROTATED_HEAD: Final = 64  # llama.cpp rotates heads whose size is a multiple of it
 _WIDE: Final = "f16"
 
@@ -30,8 +25,9 @@ _WIDE: Final = "f16"
 def cache_types(settings: KVSettings, header: GgufHeader, type_k: str | None, type_v: str | None) -> tuple[str, str]:
     """The types of keys and values for llama.cpp: what was asked for (F32 as F16), else what suits the pages.
 
-    `settings` has every format filled in; `header` is that of the model's (first) file. An F32 cache goes under a nominal F16: llama.cpp
-    would cast it as a whole to F16 at every step. Raises GgufError where the sizes of heads decide and the header does not give them.
+    `settings` has every format filled in; `header` is that of the model's (first) file. An F32 cache goes under a
+    nominal F16: llama.cpp would cast it as a whole to F16 at every step. Raises GgufError where the sizes of heads
+    decide and the header does not give them.
     """
     k = _cache_type(type_k, settings.host_type_k, settings, lambda layer: layer.d_k, header)
     v = _cache_type(type_v, settings.host_type_v, settings, lambda layer: layer.d_v, header)

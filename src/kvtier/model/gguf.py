@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: metadata and tensor descriptions, never the tensors' data.
 
 Large arrays (vocabularies, merges, scores) are walked, not loaded: their value is an `ArrayInfo`. Whatever the bytes of
-the file are, the only exception that leaves this module is `GgufError` (and `OSError` never: it is turned into one), memory
-stays bounded, and every count is checked against what the file could hold before anything is read for it.
+the file are, the only exception that leaves this module is `GgufError` (and `OSError` never: it is turned into one),
+memory stays bounded, and every count is checked against what the file could hold before anything is read for it.
 
 Format: ggml's docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import BinaryIO, Final, NoReturn
 
 from ..errors import GgufError
+from ..formats import BY_NAME
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -66,13 +67,9 @@ TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType(
     {
         type_id: TensorType(name, items, n_bytes)
         for type_id, name, items, n_bytes in (
-            (0, "f32", 1, 4),
-            (1, "f16", 1, 2),
-            (2, "q4_0", 32, 18),
-            (3, "q4_1", 32, 20),
+            *((f.ggml_type, f.name, f.block_items, f.block_bytes) for f in BY_NAME.values()),
             (6, "q5_0", 32, 22),
             (7, "q5_1", 32, 24),
-            (8, "q8_0", 32, 34),
             (9, "q8_1", 32, 36),
             (10, "q2_K", 256, 84),
             (11, "q3_K", 256, 110),
@@ -94,7 +91,6 @@ TENSOR_TYPES: Final[Mapping[int, TensorType]] = MappingProxyType(
             (27, "i64", 1, 8),
             (28, "f64", 1, 8),
             (29, "iq1_m", 256, 56),
-            (30, "bf16", 1, 2),
             (34, "tq1_0", 256, 54),
             (35, "tq2_0", 256, 66),
             (39, "mxfp4", 32, 17),
@@ -120,7 +116,10 @@ Value = Scalar | tuple[Scalar, ...] | ArrayInfo
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file. `shape` is in ggml's order (fastest first); `off_bytes` counts from the start of the data."""
+    """A tensor of the file.
+
+    `shape` is in ggml's order (fastest first); `off_bytes` counts from the start of the data.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -339,7 +338,8 @@ class _Reader:
     def need(self, n: int, what: str) -> None:
         if n > self.remaining:
             self.fail(
-                f"the file ends inside {what}: {n:,} bytes needed, {self.remaining:,} left; the file is truncated or damaged"
+                f"the file ends inside {what}: {n:,} bytes needed, {self.remaining:,} left; the file is truncated or "
+                "damaged"
             )
 
     def take(self, n: int, what: str) -> bytes:
@@ -432,7 +432,8 @@ def _parse_preamble(r: _Reader) -> tuple[int, int, int]:
     # the shortest tensor description takes 8+1+4+8+4+8 bytes, the shortest key with its value 8+1+4+1
     if n_tensors > min(MAX_TENSORS, r.remaining // 33):
         r.fail(
-            f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe; it is truncated or damaged",
+            f"claims {n_tensors:,} tensors, which a file of {r.n_bytes:,} bytes cannot describe; it is truncated or "
+            "damaged",
             off=8,
         )
     if n_keys > min(MAX_KEYS, r.remaining // 14):
@@ -487,12 +488,14 @@ def _parse_array(r: _Reader, key: str) -> Value:
         least = struct.calcsize("<" + _SCALARS[item_id][1])
     else:
         r.fail(
-            f"{what} has {'nested arrays' if item_id == _ARRAY else f'the unknown item type {item_id}'}, which llama.cpp does not read",
+            f"{what} has {'nested arrays' if item_id == _ARRAY else f'the unknown item type {item_id}'}, which "
+            "llama.cpp does not read",
             off=at,
         )
     if n > MAX_ARRAY_ITEMS or n * least > r.remaining:
         r.fail(
-            f"{what} claims {n:,} items, which do not fit in the {r.remaining:,} bytes left; the file is truncated or damaged",
+            f"{what} claims {n:,} items, which do not fit in the {r.remaining:,} bytes left; the file is truncated "
+            "or damaged",
             off=at,
         )
     if item_id == _STRING:
@@ -538,7 +541,8 @@ def _parse_tensors(r: _Reader, n_tensors: int, alignment: int) -> Iterator[Tenso
         info = _parse_tensor(r, name, at)
         if info.off_bytes != expected_off:
             r.fail(
-                f"tensor '{name}' starts at {info.off_bytes:,} of the data, but the tensors before it end at {expected_off:,}",
+                f"tensor '{name}' starts at {info.off_bytes:,} of the data, but the tensors before it end at "
+                f"{expected_off:,}",
                 off=at,
             )
         expected_off += -(-info.n_bytes // alignment) * alignment
@@ -557,7 +561,8 @@ def _parse_tensor(r: _Reader, name: str, at: int) -> TensorInfo:
     if tensor_type is None:
         r.fail(
             f"tensor '{name}' has the unknown type {type_id}",
-            "If the file is whole, it needs a newer llama.cpp than this kvtier knows: take another quantization, or update.",
+            "If the file is whole, it needs a newer llama.cpp than this kvtier knows: take another quantization, or "
+            "update.",
             off=at,
         )
     n_items = 1
@@ -567,7 +572,8 @@ def _parse_tensor(r: _Reader, name: str, at: int) -> TensorInfo:
         r.fail(f"tensor '{name}' has the impossible shape {shape}", off=at)
     if shape[0] % tensor_type.block_items:
         r.fail(
-            f"tensor '{name}' has rows of {shape[0]:,}, not a multiple of {tensor_type.name}'s block of {tensor_type.block_items}",
+            f"tensor '{name}' has rows of {shape[0]:,}, not a multiple of {tensor_type.name}'s block of "
+            f"{tensor_type.block_items}",
             off=at,
         )
     return TensorInfo(name, shape, tensor_type, off_bytes, n_items // tensor_type.block_items * tensor_type.block_bytes)
@@ -581,6 +587,7 @@ def _check_data(r: _Reader, infos: tuple[TensorInfo, ...], data_off: int, alignm
     if end > r.n_bytes:
         cut = next(t for t in infos if data_off + t.off_bytes + t.n_bytes > r.n_bytes)
         r.fail(
-            f"the file ends inside tensor '{cut.name}': {end:,} bytes expected, {r.n_bytes:,} there; the download is not complete",
+            f"the file ends inside tensor '{cut.name}': {end:,} bytes expected, {r.n_bytes:,} there; the download is "
+            "not complete",
             off=r.n_bytes,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFetchError, ModelNotFoundError
-from .names import FetchProgress, ProgressFn, sha256_of
+from .fetching import FetchProgress, ProgressFn, sha256_of
 
 _QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")  # tried in this order when a repository holds several
 _INSTALL = 'Install it: pip install "kvtier[hf]"   (or: pip install huggingface-hub)'
@@ -52,7 +52,10 @@ def cached(repo: str, file: str) -> Path | None:
 
 
 def choose_files(repo: str, listing: list[str] | None, file: str | None, quant: str) -> list[str]:
-    """The file to fetch, with all its parts if it is split. Raises ModelFetchError if the repository has none that fits."""
+    """The file to fetch, with all its parts if it is split.
+
+    Raises ModelFetchError if the repository has none that fits.
+    """
     if file is None:
         ggufs = sorted(f for f in listing or [] if f.endswith(".gguf") and "mmproj" not in f.lower())
         wanted = (quant,) if quant else _QUANTS

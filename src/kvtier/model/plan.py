@@ -1,26 +1,25 @@
 """What a model with a given context takes in memory, from its GGUF header alone, and what of it fits on this machine.
 
-Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages `csrc/store/format.h`, those of
-bounded fidelity `csrc/store/keys.cpp` and `csrc/attention/digests.cpp`.
+Sizes of caches follow llama.cpp at the pinned version (`src/llama-kv-cache*.cpp`), sizes of pages
+`csrc/store/format.h`, those of bounded fidelity `csrc/store/keys.cpp` and `csrc/attention/digests.cpp`.
 The compute buffer is an estimate with the shape of llama.cpp's own graph reservation, checked against what it prints.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from ..errors import UsageError
+from ..formats import BY_NAME, HEAD_ALIGN_BYTES, page_bytes, row_bytes
 from ..settings import COMPACT, SUB_PAGE_TOKENS
 from .gguf import GgufHeader, TensorInfo
 from .shape import AttentionLayer, ModelShape, shape_of
 
 CELL_ALIGN: Final = 256  # llama.cpp rounds contexts and sliding caches up to this many cells
-HEAD_ALIGN_BYTES: Final = 64
 KEY_ALIGN_BYTES: Final = 4096  # keys of a head that are kept apart
 KEY_SLACK_BYTES: Final = 16384
 PROCESS_BYTES: Final = 512 << 20  # left for Python, llama.cpp's own tables and the rest of the machine
@@ -32,22 +31,13 @@ LEAST_LOSSY_PERCENT: Final = 20  # of the cache, measured to be usable (docs/los
 LOSSY_TYPE: Final = "f16"  # pages of lossy fidelity begin as
 SHOWN_TYPES: Final = ("f16", "q8_0", "q4_0", "q4_1")
 
-# storage type -> (elements of a block, bytes of a block)
-CACHE_TYPES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
-    {
-        "f32": (1, 4),
-        "f16": (1, 2),
-        "bf16": (1, 2),
-        "q8_0": (32, 34),
-        "q4_0": (32, 18),
-        "q4_1": (32, 20),
-    }
-)
-
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked for. `n_ctx` is in tokens, 0 for the model's own; the rest as llama.cpp's parameters of the same names."""
+    """What is asked for.
+
+    `n_ctx` is in tokens, 0 for the model's own; the rest as llama.cpp's parameters of the same names.
+    """
 
     n_ctx: int = 0
     type_k: str = "f16"
@@ -62,10 +52,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """The KV cache in one pair of formats: `cache_bytes` as stock llama.cpp allocates it, `page_bytes` as pages of ours.
+    """The KV cache in one pair of formats: `cache_bytes` as stock llama.cpp allocates it, `page_bytes` as pages of
+    ours.
 
-    Both are None where the head sizes do not allow the format. `n_ctx_in_ram` is the longest context whose pages fit in the
-    memory that was available, None without a machine.
+    Both are None where the head sizes do not allow the format. `n_ctx_in_ram` is the longest context whose pages fit in
+    the memory that was available, None without a machine.
     """
 
     type_k: str
@@ -77,7 +68,8 @@ class CacheBytes:
 
 @dataclass(frozen=True, slots=True)
 class BoundedBytes:
-    """A cache for bounded fidelity in Q8_0: `always_bytes`, keys and means of sub-pages, which stay in RAM, and `page_bytes`, the pages of values."""
+    """A cache for bounded fidelity in Q8_0: `always_bytes`, keys and means of sub-pages, which stay in RAM, and
+    `page_bytes`, the pages of values."""
 
     always_bytes: int
     page_bytes: int
@@ -153,8 +145,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a model given by the headers of its files (see gguf.read_model).
 
-    `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises GgufError
-    for a file that is no language model, UsageError for a request that makes no sense.
+    `cpu_flags` are the instruction sets as in /proc/cpuinfo; they decide which weights llama.cpp repacks. Raises
+    GgufError for a file that is no language model, UsageError for a request that makes no sense.
     """
     shape = shape_of(headers[0])
     request = _checked(request, shape)
@@ -188,7 +180,8 @@ def make_plan(
     )
     if plan.chosen.cache_bytes is None:
         raise UsageError(
-            f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, which this model has not",
+            f"keys as {request.type_k} and values as {request.type_v} need head sizes that are multiples of 32, "
+            "which this model has not",
             "Take -ctk f16 -ctv f16.",
         )
     return plan if machine is None else _with_machine(plan, machine)
@@ -197,8 +190,8 @@ def make_plan(
 def _checked(request: PlanRequest, shape: ModelShape) -> PlanRequest:
     for name in ("type_k", "type_v"):
         value = getattr(request, name)
-        if value not in CACHE_TYPES:
-            raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(CACHE_TYPES)}.")
+        if value not in BY_NAME:
+            raise UsageError(f"unknown cache type '{value}'", f"Known are {', '.join(BY_NAME)}.")
     if not 0 <= request.n_ctx <= MAX_TOKENS:
         raise UsageError(
             f"a context of {request.n_ctx:,} tokens is not possible", f"Take 0 (the model's own) to {MAX_TOKENS:,}."
@@ -229,7 +222,8 @@ def _warnings(shape: ModelShape, request: PlanRequest, n_ctx: int) -> tuple[str,
 
 
 def rope_words(shape: ModelShape, request: PlanRequest) -> list[str]:
-    """Options of `kvtier run` that stretch the model's positions over the context; none if it was trained for as much."""
+    """Options of `kvtier run` that stretch the model's positions over the context; none if it was trained for as
+    much."""
     if not shape.n_ctx_train or request.n_ctx <= shape.n_ctx_train:
         return []
     return ["--rope-scaling", "yarn", "--rope-scale", str(-(-request.n_ctx // shape.n_ctx_train))]
@@ -249,27 +243,11 @@ def cells(request: PlanRequest) -> tuple[int, int, int]:
 
 
 def sliding_cells(request: PlanRequest, n_swa: int, n_cells: int) -> int:
-    """Cells of one stream of a sliding-window layer: the window (of every sequence that shares the stream) and one micro-batch."""
+    """Cells of one stream of a sliding-window layer: the window (of every sequence that shares the stream) and one
+    micro-batch."""
     if request.swa_full:
         return n_cells
     return _up(min(n_cells, n_swa * (request.n_seq_max if request.kv_unified else 1) + request.n_ubatch), CELL_ALIGN)
-
-
-def row_bytes(type_name: str, n_items: int) -> int | None:
-    """Bytes of a row of ggml's type, None if the row is not a multiple of its block."""
-    items, n_bytes = CACHE_TYPES[type_name]
-    return n_items // items * n_bytes if n_items % items == 0 else None
-
-
-def page_bytes(layer: AttentionLayer, type_k: str, type_v: str, page_tokens: int) -> int | None:
-    """Bytes of one page of a layer (csrc/store/format.h), None if the head size does not allow the format."""
-    k = row_bytes(type_k, layer.d_k)
-    v = row_bytes(type_v, layer.d_v)
-    if k is None or v is None:
-        return None
-    if CACHE_TYPES[type_v][0] == 1:
-        v = _up(layer.d_v, 16) * CACHE_TYPES[type_v][1]
-    return layer.n_head_kv * _up(page_tokens * (k + v), HEAD_ALIGN_BYTES)
 
 
 def _n_pages(layer: AttentionLayer, request: PlanRequest, n_cells: int, n_sliding: int, n_streams: int) -> int:
@@ -316,8 +294,9 @@ def bounded_bytes(shape: ModelShape, request: PlanRequest) -> BoundedBytes | Non
 def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int:
     """Estimate of llama.cpp's compute buffer on the CPU with flash attention, for one micro-batch.
 
-    The buffer is as large as the fuller of two moments: at the end, the logits of every token with two rows of hidden state;
-    in the middle of a layer, the mask (F16, a row of all cells per token) with the rows that the feed-forward part holds.
+    The buffer is as large as the fuller of two moments: at the end, the logits of every token with two rows of hidden
+    state; in the middle of a layer, the mask (F16, a row of all cells per token) with the rows that the feed-forward
+    part holds.
     """
     per_token_end = 4 * (shape.n_vocab + 2 * shape.n_embd)
     mask = 2 * n_cells if shape.attention else 0
@@ -326,7 +305,8 @@ def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int
 
 
 def attention_buffer(shape: ModelShape, request: PlanRequest, n_cells: int, n_sliding: int) -> int:
-    """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result (F32)."""
+    """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result
+    (F32)."""
     layers = [layer for layer in shape.attention if not layer.indexer]
     masks = 2 * sum(n_sliding if slides else n_cells for slides in {layer.slides for layer in layers})
     rows = (
@@ -362,7 +342,8 @@ def _with_machine(plan: Plan, machine: Machine) -> Plan:
     warnings = list(plan.warnings)
     if plan.fixed_bytes + PROCESS_BYTES > machine.ram_available_bytes:
         warnings.append(
-            "Weights and buffers alone are more than the memory available: they would be read from the file again for every token."
+            "Weights and buffers alone are more than the memory available: they would be read from the file again "
+            "for every token."
         )
     return replace(
         plan,
@@ -407,7 +388,10 @@ def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -
 
 
 def _options(plan: Plan, machine: Machine, room: int) -> tuple[Option, ...]:
-    """Ways to run: in RAM with the asked formats or smaller ones, then RAM with disk; each exact, then bounded. Last, without a disk, lossy."""
+    """Ways to run: in RAM with the asked formats or smaller ones, then RAM with disk; each exact, then bounded.
+
+    Last, without a disk, lossy.
+    """
     asked = plan.chosen.page_bytes or 0
     candidates = [plan.chosen, *(c for c in plan.caches if c.page_bytes is not None and c.page_bytes < asked)]
     in_ram = next((c for c in candidates if _held(c.page_bytes or 0) <= room), None)
@@ -455,7 +439,10 @@ def _split_bounded(plan: Plan, machine: Machine, room: int, bounded: BoundedByte
 
 
 def _lossy(plan: Plan, room: int) -> Option | None:
-    """RAM alone, with part of the cache. None if that were less than a fifth of it in F16: less has not been measured."""
+    """RAM alone, with part of the cache.
+
+    None if that were less than a fifth of it in F16: less has not been measured.
+    """
     whole = next(c.page_bytes for c in plan.caches if c.type_k == c.type_v == LOSSY_TYPE)
     if not whole:
         return None
@@ -481,7 +468,8 @@ def _lossy(plan: Plan, room: int) -> Option | None:
 def command_line(
     model: Sequence[str], plan: Plan, option: Option, kv_dir: Path | None = None, extra: Sequence[str] = ()
 ) -> str:
-    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own directory, if any, `extra` more options."""
+    """The command that runs the model in this way; `model` are the words that name it, `kv_dir` the disk tier's own
+    directory, if any, `extra` more options."""
     parts = ["kvtier", "run", *model, "-c", str(plan.request.n_ctx)]
     if (option.type_k, option.type_v) != ("f16", "f16") and option.fidelity != "bounded":
         parts += ["-ctk", option.type_k, "-ctv", option.type_v]

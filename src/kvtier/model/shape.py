@@ -1,8 +1,8 @@
 """What a model's cache looks like, from its GGUF header: which layer keeps what for how many tokens.
 
-The rules follow llama.cpp at the pinned version: its hyper-parameters (`src/llama-hparams.*`, `src/models/*.cpp`) say which
-layers slide, recur or share; its caches (`src/llama-kv-cache*.cpp`, `src/llama-memory-recurrent.cpp`) say how many cells each
-gets. Architectures not named in the tables below are plain attention.
+The rules follow llama.cpp at the pinned version: its hyper-parameters (`src/llama-hparams.*`, `src/models/*.cpp`) say
+which layers slide, recur or share; its caches (`src/llama-kv-cache*.cpp`, `src/llama-memory-recurrent.cpp`) say how
+many cells each gets. Architectures not named in the tables below are plain attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class _Slide:
     """How an architecture's sliding-window layers are arranged when the file has no per-layer array.
 
     Of every `every` layers one is full (the first of them if `full_first`, else the last); 0: the file must say.
-    `window` is used when the file names none; `forced` whatever the file says. `optional`: without a window in the file nothing slides.
+    `window` is used when the file names none; `forced` whatever the file says. `optional`: without a window in the file
+    nothing slides.
     """
 
     every: int
@@ -119,8 +120,8 @@ class AttentionLayer:
 class ModelShape:
     """The figures of a model that decide what it takes in memory.
 
-    `state_items` are the F32 numbers of recurrent state per sequence over all layers. `n_swa` is 0 without a sliding window.
-    `notes` say where the figures are only approximate.
+    `state_items` are the F32 numbers of recurrent state per sequence over all layers. `n_swa` is 0 without a sliding
+    window. `notes` say where the figures are only approximate.
     """
 
     architecture: str
@@ -139,7 +140,10 @@ class ModelShape:
 
 
 def shape_of(header: GgufHeader) -> ModelShape:
-    """The shape of the model whose (first) file has this header. Raises GgufError if it lacks what a language model has."""
+    """The shape of the model whose (first) file has this header.
+
+    Raises GgufError if it lacks what a language model has.
+    """
     arch = header.architecture
     n_layer_all = _positive(header, "block_count", most=_MAX_LAYERS)
     n_layer = n_layer_all - (

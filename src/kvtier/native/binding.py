@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidArgumentError, LibraryError, NativeError, from_code
-from ..figures import FORMATS, GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from ..figures import GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
+from ..formats import FORMATS
 from .summary import Summary, SummaryCells, SummaryGroup
 
 LIBRARY_ENV: Final = "KVTIER_LIBRARY"
@@ -218,7 +219,8 @@ class Domain:
     def pages(
         self, index: int
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
-        """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last use; [n_pages].
+        """Of every page of a layer: tier (index into TIERS), formats of K and of V (into FORMATS), clock of its last
+        use; [n_pages].
 
         Raises NativeError if the caches change meanwhile and the layer at `index` with them.
         """

@@ -109,7 +109,8 @@ class LayerPages:
 
 
 class _Losses:
-    """The mass of pages that were dropped and still are: the library only adds, also when a context has been forgotten."""
+    """The mass of pages that were dropped and still are: the library only adds, also when a context has been
+    forgotten."""
 
     def __init__(self, before: Figures) -> None:
         self._lock: Final = threading.Lock()
@@ -141,7 +142,8 @@ class KVCache:
         return self._domain.figures()
 
     def lost_mass(self) -> float:
-        """What the decayed mean attention mass of dropped pages came to when they were dropped, of those whose tokens have not been taken back since."""
+        """What the decayed mean attention mass of dropped pages came to when they were dropped, of those whose tokens
+        have not been taken back since."""
         return self._losses.look(self._domain.figures())
 
     @property
@@ -177,9 +179,9 @@ class KVCache:
     def on_offload(self, on_leave: OffloadHook | None = None, on_return: OffloadHook | None = None) -> None:
         """Be told when a page is about to leave RAM and when one came back; None ends it.
 
-        The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and V.
-        They run on the library's threads and must not decode or change the hooks; read_page, set_keep, set_summary and
-        summary_mass raise NativeError there. An exception in one is printed and otherwise ignored.
+        The hooks get array, page, layer, tier, the page's bytes (valid only during the call) and its formats of K and
+        V. They run on the library's threads and must not decode or change the hooks; read_page, set_keep, set_summary
+        and summary_mass raise NativeError there. An exception in one is printed and otherwise ignored.
         """
         self._domain.set_offload(on_leave, on_return)
 
@@ -200,8 +202,8 @@ class KVCache:
     def set_keep(self, array: int, scores: npt.NDArray[np.float32]) -> None:
         """Say how much each page of an array is wanted, [n_pages]: those with the lowest scores leave first.
 
-        Pages without content now, and those written later, count as infinitely wanted until the next call. Raises NativeError
-        if the scores are not those of all pages, or one is not a number.
+        Pages without content now, and those written later, count as infinitely wanted until the next call. Raises
+        NativeError if the scores are not those of all pages, or one is not a number.
         """
         self._domain.set_keep(array, scores)
 
@@ -220,13 +222,16 @@ class KVCache:
     def set_summary(self, layer: LayerFigures, summary: Summary | None) -> None:
         """Let a summary stand in for what was dropped of a layer, from the next step on; None: nothing does.
 
-        Its bytes count against the budget in RAM: pages leave if they must. It is seen by every query: use it for tokens that
-        come before all that is still asked. Raises NativeError, BudgetError if it does not fit.
+        Its bytes count against the budget in RAM: pages leave if they must. It is seen by every query: use it for
+        tokens that come before all that is still asked. Raises NativeError, BudgetError if it does not fit.
         """
         self._domain.set_summary(layer, summary)
 
     def summary_mass(self, layer: LayerFigures, n_max: int = 256) -> npt.NDArray[np.float32]:
-        """Decayed mean attention mass of a layer's summary: its cells, if there are any, then each group. At most [n_max]."""
+        """Decayed mean attention mass of a layer's summary: its cells, if there are any, then each group.
+
+        At most [n_max].
+        """
         return self._domain.summary_mass(layer.array, n_max)
 
     def reserve(self, n_bytes: int) -> None:
@@ -234,7 +239,10 @@ class KVCache:
         self._domain.reserve(n_bytes)
 
     def set_host_budget(self, n_bytes: int) -> None:
-        """Change the budget in RAM. If it shrinks, pages leave at once. Raises BudgetError if too little would be left."""
+        """Change the budget in RAM. If it shrinks, pages leave at once.
+
+        Raises BudgetError if too little would be left.
+        """
         self._domain.set_host_budget(n_bytes)
 
     def compact(self) -> None:

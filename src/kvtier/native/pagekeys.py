@@ -1,4 +1,5 @@
-"""Norms of keys and values per page and how unlike the others a page's keys are: read once from each page when it is full."""
+"""Norms of keys and values per page and how unlike the others a page's keys are: read once from each page when it is
+full."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class PageKeys:
     def look(self, layer: LayerFigures, tier: npt.NDArray[np.uint8]) -> tuple[Floats, Floats, Floats]:
         """Key norm, value norm and key novelty of the pages of a layer: float32 [n_pages], 0 where not known (yet).
 
-        Norms are means over tokens and heads. Novelty is 1 - cosine of a page's mean key to the mean of all pages, 0..2.
+        Norms are means over tokens and heads. Novelty is 1 - cosine of a page's mean key to the mean of all pages,
+        0..2.
         """
         known = self._known.get(layer.array)
         if known is None or len(known.key_norm) != layer.n_pages:

@@ -95,8 +95,8 @@ class LogTail:
 
 log: Final = LogTail()
 
-# ggml as libllama itself is linked to it. `llama_cpp._ggml.libggml` can be a second copy with a registry of its own: wheels hold
-# libggml.so and libggml.so.0 as two files.
+# ggml as libllama itself is linked to it. `llama_cpp._ggml.libggml` can be a second copy with a registry of its own:
+# wheels hold libggml.so and libggml.so.0 as two files.
 libggml: Final = api._lib
 
 
@@ -114,7 +114,8 @@ def load() -> Runtime:
 
 
 def _refuse_the_amx_trap() -> None:
-    """Raise LibraryError where llama.cpp would be killed at its first matrix product, by instructions that only seem there."""
+    """Raise LibraryError where llama.cpp would be killed at its first matrix product, by instructions that only seem
+    there."""
     if not built_with_amx() or hardware.amx_state() != "faults":
         return
     args = buildargs.named_args(hardware.cpu_flags(), "faults", buildargs.compiler_takes)

@@ -56,7 +56,8 @@ class SummaryGroup:
 class Summary:
     """Everything that stands in for the dropped cells of one layer.
 
-    A group that was there before and stays as it is, is its place among the groups of the summary that this one replaces.
+    A group that was there before and stays as it is, is its place among the groups of the summary that this one
+    replaces.
     """
 
     cells: SummaryCells | None = None

@@ -1,7 +1,8 @@
-"""Runs a policy beside generation: a thread of its own gathers figures every few tokens, asks for a plan, checks and applies it.
+"""Runs a policy beside generation: a thread of its own gathers figures every few tokens, asks for a plan, checks and
+applies it.
 
-A policy is somebody else's code. One that raises, answers nonsense or takes too long is reported once and replaced by the
-built-in default; generation never waits for a plan and never fails because of one.
+A policy is somebody else's code. One that raises, answers nonsense or takes too long is reported once and replaced by
+the built-in default; generation never waits for a plan and never fails because of one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from ..errors import BusyError, KvtierError, PolicyError
 from ..figures import UNLIMITED, Figures
+from ..formats import BY_NAME
 from ..native.kv import KVCache, LayerMass
 from ..native.pagekeys import PageKeys
 from ..policies.apply import Compacting, Engine, FollowingEngine, ObservingEngine, apply_plan
@@ -46,7 +48,6 @@ TIME_LIMIT_S: Final = (
 COMPACT_TOKENS: Final = 1000  # from one compaction to the next
 TEXT_TOKENS: Final = 512  # of the newest text that policies are told of
 RATE_STEPS: Final = 33
-_BYTES_PER_F16: Final = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class KVEngine:
         return Observation(self._to_text(tuple(self._newest)), rate, lost, None if lost is None else 1.0 - lost)
 
     def _lost(self) -> float | None:
-        """Share of the mass that pages had when they were dropped for good, as if they had it still; None where none is dropped.
+        """Share of the mass that pages had when they were dropped for good, as if they had it still; None where none is
+        dropped.
 
         What attention would give them now cannot be measured any more. Mass fades with age, so this is rather too much.
         """
@@ -150,7 +152,8 @@ class KVEngine:
         return float(layer.page_mean.sum()) / part or 1.0
 
     def _n_tokens(self, looks: Sequence[LayerLook]) -> int:
-        """Tokens of the longest stream: those seen, as far as the pages that are begun agree (context may be taken back)."""
+        """Tokens of the longest stream: those seen, as far as the pages that are begun agree (context may be taken
+        back)."""
         begun = 0
         for look in looks:
             there = np.flatnonzero(look.tier != GONE) % look.pages_per_stream
@@ -186,7 +189,7 @@ def page_sizes(
     weights = [f.page_tokens * f.n_head_kv * (f.d_k + f.d_v) for f in (layer.figures for layer in layers)]
     held = sum(weight * int(np.count_nonzero(tier == HOST)) for weight, tier in zip(weights, tiers, strict=True))
     used = figures.tiers["host"].used_bytes
-    bytes_per_item = used / held if held and used else _BYTES_PER_F16
+    bytes_per_item = used / held if held and used else BY_NAME["f16"].bits / 8
     return [max(1, round(weight * bytes_per_item)) for weight in weights]
 
 

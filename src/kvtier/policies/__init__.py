@@ -1,4 +1,7 @@
-"""Where pages should be: policies take arrays of page figures and answer with a plan. `registry.create` makes one by name."""
+"""Where pages should be: policies take arrays of page figures and answer with a plan.
+
+`registry.create` makes one by name.
+"""
 
 from .base import Budgets, PageStats, Plan, Policy, place
 from .registry import create, names

@@ -34,7 +34,10 @@ class Switch:
 
 @dataclass(slots=True)
 class Adaptive:
-    """Scores pages as `delta` does and places them by the present preset. `switches` holds every change and is logged, `preset` what is in charge."""
+    """Scores pages as `delta` does and places them by the present preset.
+
+    `switches` holds every change and is logged, `preset` what is in charge.
+    """
 
     seed: int = 0
     name: str = "adaptive"
@@ -120,6 +123,7 @@ def _with_window(keep: Floats, stats: PageStats, budgets: Budgets, preset: Prese
 
 def _in_words(s: Signals) -> str:
     return (
-        f"budget {s.memory_use:.0%} used, {s.n_tokens:,} tokens, {s.decode_per_s:.0f} tokens/s, code {s.code_share:.0%}, "
+        f"budget {s.memory_use:.0%} used, {s.n_tokens:,} tokens, {s.decode_per_s:.0f} tokens/s, code "
+        f"{s.code_share:.0%}, "
         f"{s.turns_per_1000:.0f} turns per 1,000 words, locality {s.locality:.2f}, entropy {s.entropy:.2f}"
     )

@@ -22,7 +22,10 @@ class Engine(Protocol):
     def budgets(self) -> Budgets: ...
 
     def move(self, array: int, pages: Sequence[int], to_tier: str) -> int:
-        """Move pages of an array to "host", "disk" or "none" (their content is gone). Returns how many; raises NativeError."""
+        """Move pages of an array to "host", "disk" or "none" (their content is gone).
+
+        Returns how many; raises NativeError.
+        """
         ...
 
     def set_keep(self, array: int, pages: Indices, keep: Floats) -> None:

@@ -23,7 +23,8 @@ Indices = npt.NDArray[np.int64]
 class PageStats:
     """All pages with content, of all layers: arrays of the same length [n].
 
-    Mass is the share of the softmax probability of a step, over all query heads: the means of one layer's pages sum to 1.
+    Mass is the share of the softmax probability of a step, over all query heads: the means of one layer's pages sum to
+    1.
 
     Attributes:
         array: uint32, id of the page's array; page: uint32, its number there.
@@ -35,15 +36,18 @@ class PageStats:
         idle: float32, steps since the page was last seen with more mass than its fair share.
         mass_mean: float32, decayed mean of the page's mass; mass_max: float32, its largest.
         mass_long: float32, mean of mass_mean over all looks at the page, one look per plan.
-        mass_sharp: float32, root of the sum of squares of the tokens' decayed means: large where few tokens have the mass. What
-            attention loses with a page goes with this where values are as good as independent. Zeros where the engine gives none.
-        uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of the
-            stream, those that are gone included.
-        key_norm, value_norm: float32, mean norm of the page's keys and values over the mean of all pages of its layer, less 1
-            and at most 4; zeros where the engine gives none.
+        mass_sharp: float32, root of the sum of squares of the tokens' decayed means: large where few tokens have the
+            mass. What attention loses with a page goes with this where values are as good as independent. Zeros where
+            the engine gives none.
+        uses: float32, share of the looks at the page that found more mass than its fair share, which is 1 / pages of
+            the stream, those that are gone included.
+        key_norm, value_norm: float32, mean norm of the page's keys and values over the mean of all pages of its layer,
+            less 1 and at most 4; zeros where the engine gives none.
         key_novelty: float32, 0..2, 1 - cosine of the page's mean key to the layer's; zeros where the engine gives none.
         protected: bool, pages that may not leave the host tier.
         clock: steps since the engine started; n_tokens: the longest stream, in tokens; page_tokens: tokens of a page.
+        n_taken_back: how often text was taken back so far. Pages of the same numbers then hold other text, and what a
+            policy remembers of them is void.
     """
 
     array: npt.NDArray[np.uint32]
@@ -67,12 +71,14 @@ class PageStats:
     clock: int
     n_tokens: int
     page_tokens: int
+    n_taken_back: int = 0
 
     def __len__(self) -> int:
         return len(self.page)
 
 
-ARRAYS: Final = tuple(f.name for f in fields(PageStats) if f.name not in ("clock", "n_tokens", "page_tokens"))
+NUMBERS: Final = ("clock", "n_tokens", "page_tokens", "n_taken_back")
+ARRAYS: Final = tuple(f.name for f in fields(PageStats) if f.name not in NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,8 @@ class Plan:
 
     Attributes:
         keep: float32 [n], one per page of the stats. Until the next plan, pages that must make room leave lowest first.
-        indices: int64 [m], pages (as indices into the stats) to move now; to_tier: uint8 [m], where: HOST, DISK or GONE.
+        indices: int64 [m], pages (as indices into the stats) to move now; to_tier: uint8 [m], where: HOST, DISK or
+            GONE.
     """
 
     keep: Floats
@@ -115,7 +122,8 @@ class Observation:
     Attributes:
         text: the newest text, some thousand characters at most; empty if not known.
         decode_per_s: tokens per second of late; 0 if not known.
-        hit_rate, recall: shares of the mass on pages that had been evicted, and on what is held; None where not measured.
+        hit_rate, recall: shares of the mass on pages that had been evicted, and on what is held; None where not
+            measured.
     """
 
     text: str = ""
@@ -140,7 +148,10 @@ class Telling(Protocol):
 
 
 def leave_last(score: Floats, stats: PageStats) -> Floats:
-    """`score` as keep values: finite, and protected pages above all others. Of equal pages the older one leaves first."""
+    """`score` as keep values: finite, and protected pages above all others.
+
+    Of equal pages the older one leaves first.
+    """
     keep = np.nan_to_num(score, nan=0.0, posinf=1e30, neginf=-1e30).astype(np.float32, copy=False)
     if len(keep):
         keep = np.where(stats.protected, keep.max() + np.float32(1.0), keep)
@@ -159,9 +170,10 @@ def lowest_first(keep: Floats, among: Indices, n: int) -> Indices:
 def place(stats: PageStats, budgets: Budgets, keep: Floats, *, swaps: float = 0.02, margin: float = 1.25) -> Plan:
     """The plan that makes `keep` true: the host holds the highest, the disk what comes next, the rest is gone.
 
-    With a disk, leaves room on the host for the pages that `PLAN_STEPS` tokens begin, so that none has to wait for a write; without
-    one, what leaves early is lost early, and pages leave as others are begun, in the order of `keep`. Pages come back from the disk at most `swaps` (a
-    share of all pages) per plan, and only for pages whose keep is `margin` times lower, so that nothing goes to and fro.
+    With a disk, leaves room on the host for the pages that `PLAN_STEPS` tokens begin, so that none has to wait for a
+    write; without one, what leaves early is lost early, and pages leave as others are begun, in the order of `keep`.
+    Pages come back from the disk at most `swaps` (a share of all pages) per plan, and only for pages whose keep is
+    `margin` times lower, so that nothing goes to and fro.
     """
     keep = leave_last(keep, stats)
     on_host = stats.tier == HOST
@@ -224,7 +236,8 @@ def _exchange(
 
 
 def _split(stats: PageStats, out: Indices, disk_free: int) -> tuple[Indices, Indices]:
-    """Of the pages that leave (lowest keep first): those that the disk takes, and those that are gone, the lowest of all."""
+    """Of the pages that leave (lowest keep first): those that the disk takes, and those that are gone, the lowest of
+    all."""
     if disk_free <= 0 or not len(out):
         return np.zeros(0, np.int64), out
     from_best = np.cumsum(stats.bytes[out[::-1]])

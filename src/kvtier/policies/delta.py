@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ..scorer.model import Scorer, load, shipped
 from .base import Budgets, Floats, PageStats, Plan, place
 from .parameters import Parse, share
+from .scorer import Scorer, load, shipped
 
 LEAST: Final = np.float32(1e-6)  # fair shares of mass
 
@@ -25,8 +25,9 @@ def _scorer_of(text: str) -> Scorer | None:
 class Delta:
     """Keeps the pages that attention is expected to need most: what it needed of late stands for what it will.
 
-    `scorer` forecasts what it will need (`scorer.model.shipped`, or one that was trained or tuned on other text); None by default, since the present
-    mass alone costs less KL (docs/lossy.md). `forecast_share` is what the forecast counts for, of the logarithm; the rest is the present mass.
+    `scorer` forecasts what it will need (`policies.scorer.shipped`, or one that was trained or tuned on other text);
+    None by default, since the present mass alone costs less KL (docs/lossy.md). `forecast_share` is what the forecast
+    counts for, of the logarithm; the rest is the present mass.
     """
 
     seed: int = 0
@@ -48,9 +49,9 @@ class Delta:
     def keep(self, stats: PageStats) -> Floats:
         """What attention would lose with each page, in fair shares of mass: float32 [n].
 
-        The mass per step that the page is expected to get (what it gets now; with a scorer, between that and what the scorer says), times how few of its
-        tokens have it (1 for one token, down to 1 / sqrt(page_tokens) for all alike): what is spread over many values averages out,
-        and the rest of the cache has it too.
+        The mass per step that the page is expected to get (what it gets now; with a scorer, between that and what the
+        scorer says), times how few of its tokens have it (1 for one token, down to 1 / sqrt(page_tokens) for all
+        alike): what is spread over many values averages out, and the rest of the cache has it too.
         """
         fair_shares = np.float32(max(1.0, stats.n_tokens / stats.page_tokens))
         expected = stats.mass_mean * fair_shares

@@ -1,4 +1,5 @@
-"""Watches what is lost, and asks for the conservative preset when it is too much, until it has been fine for a while."""
+"""Watches what is lost, and asks for the conservative preset when it is too much, until it has been fine for a
+while."""
 
 from __future__ import annotations
 

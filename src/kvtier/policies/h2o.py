@@ -13,21 +13,22 @@ from .base import Budgets, Floats, PageStats, Plan, place
 class H2o:
     """Keeps by the sum of all mass that a page has received.
 
-    The engine gives a decayed mean; its looks, one per plan, are added up here. Pages are known by array and page number.
+    The engine gives a decayed mean; its looks, one per plan, are added up here. Pages are known by array and page
+    number.
     """
 
     seed: int = 0
     name: str = "h2o"
     _sums: dict[int, Floats] = field(default_factory=dict)
     _clock: int = -1
-    _n_tokens: int = 0
+    _n_taken_back: int = 0
 
     def plan(self, stats: PageStats, budgets: Budgets) -> Plan:
         steps = max(1, stats.clock - self._clock) if self._clock >= 0 else 1
         self._clock = stats.clock
-        if stats.n_tokens < self._n_tokens:  # context was taken back: pages of the same numbers hold other text
+        if stats.n_taken_back != self._n_taken_back:
+            self._n_taken_back = stats.n_taken_back
             self._sums.clear()
-        self._n_tokens = stats.n_tokens
         return place(stats, budgets, self._accumulate(stats, float(steps)))
 
     def _accumulate(self, stats: PageStats, steps: float) -> Floats:

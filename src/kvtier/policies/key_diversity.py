@@ -1,4 +1,7 @@
-"""Pages whose keys are unlike the others stay (after KeyDiff, Park et al. 2025, arXiv:2504.15364). Needs no attention mass."""
+"""Pages whose keys are unlike the others stay (after KeyDiff, Park et al. 2025, arXiv:2504.15364).
+
+Needs no attention mass.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from .base import Budgets, PageStats, Plan, place
 class KeyDiversity:
     """Keeps by novelty of the page's mean key; where the engine gives none, an even sample over positions stays.
 
-    Without novelty, a page's rank is the bit-reversed position, so that every prefix of the ranking covers the text evenly:
-    what is far apart in the text is what is known to differ.
+    Without novelty, a page's rank is the bit-reversed position, so that every prefix of the ranking covers the text
+    evenly: what is far apart in the text is what is known to differ.
     """
 
     seed: int = 0

@@ -74,15 +74,23 @@ class Tracker:
     shape: Shape
     _memory: dict[int, _Memory] = field(default_factory=dict)
     _n_tokens: int = 0
+    _n_taken_back: int = 0
 
     def stats(self, looks: Sequence[LayerLook], clock: int, n_tokens: int) -> PageStats:
         """The pages with content of all layers at step `clock`; `n_tokens` are in the longest stream."""
-        if n_tokens < self._n_tokens:  # context was taken back: pages of the same numbers hold other text
+        if n_tokens < self._n_tokens:
+            self._n_taken_back += 1
             self._memory.clear()
         self._n_tokens = n_tokens
         parts = [self._layer(look, clock, n_tokens) for look in looks]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else _nothing()
-        return PageStats(**columns, clock=clock, n_tokens=n_tokens, page_tokens=self.shape.page_tokens)
+        return PageStats(
+            **columns,
+            clock=clock,
+            n_tokens=n_tokens,
+            page_tokens=self.shape.page_tokens,
+            n_taken_back=self._n_taken_back,
+        )
 
     def _layer(self, look: LayerLook, clock: int, n_tokens: int) -> dict[str, npt.NDArray[np.generic]]:
         there = np.flatnonzero(look.tier != GONE)
@@ -134,7 +142,8 @@ class Tracker:
     def _look(
         self, look: LayerLook, there: Indices, used: npt.NDArray[np.bool_], mean: Floats, clock: int
     ) -> tuple[Floats, Floats, Floats]:
-        """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass they saw."""
+        """Steps since the last look that found each page used, the share of looks that did, and the mean of the mass
+        they saw."""
         n_pages = len(look.tier)
         memory = self._memory.get(look.array)
         if memory is None or len(memory.n_looks) != n_pages:
@@ -152,8 +161,8 @@ class Tracker:
         memory.mass[there] += mean
         memory.n_uses[there[used]] += 1
         memory.last_used[there[used]] = clock
-        # last_used of a page that was there at the first look and never used is that look: its age limits idle from above,
-        # and nothing is known of the time before
+        # last_used of a page that was there at the first look and never used is that look: its age limits idle from
+        # above, and nothing is known of the time before
         n_looks = memory.n_looks[there]
         return (
             (clock - memory.last_used[there]).astype(np.float32),

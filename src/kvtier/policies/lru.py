@@ -1,4 +1,7 @@
-"""Least recently used. An exact step reads every page, so a page counts as used when it got more than its fair share of mass."""
+"""Least recently used.
+
+An exact step reads every page, so a page counts as used when it got more than its fair share of mass.
+"""
 
 from __future__ import annotations
 

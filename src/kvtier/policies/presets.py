@@ -15,7 +15,8 @@ class Preset:
 
     Attributes:
         name: what it is called in logs and figures.
-        fill: share of the host budget that plans leave filled; what is below 1 is room that pages are begun in without a wait.
+        fill: share of the host budget that plans leave filled; what is below 1 is room that pages are begun in without
+            a wait.
         window: share of the host budget that is always for the newest pages.
         sink_tokens: tokens at the start of each stream that stay.
         swaps: most pages that come back from disk in one plan, as a share of all.

@@ -1,4 +1,5 @@
-"""Policies by name: the built-in ones, and those that other packages register under the entry point group kvtier.policies."""
+"""Policies by name: the built-in ones, and those that other packages register under the entry point group
+kvtier.policies."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def names() -> tuple[str, ...]:
 
 
 def create(text: str, seed: int = 0, others: Sequence[str] = ()) -> Policy:
-    """A new policy from its name and, after colons, parameters (policies/parameters.py). `others` are names that the caller knows besides.
+    """A new policy from its name and, after colons, parameters (policies/parameters.py).
+
+    `others` are names that the caller knows besides.
 
     Raises UsageError for an unknown name or parameter, PolicyError if a third party's cannot be made.
     """

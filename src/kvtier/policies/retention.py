@@ -1,8 +1,8 @@
 """A retention score that decays: mass, fading with the time since the last use, slower for what is used often.
 
-The form is that of learned retention gates (for example TRIM-KV, arXiv:2512.03324): a score at writing time times beta^idle.
-Here score and beta are simple functions of what the engine measures, not gates inside the model; docs/policies.md says how
-the constants were found.
+The form is that of learned retention gates (for example TRIM-KV, arXiv:2512.03324): a score at writing time times
+beta^idle. Here score and beta are simple functions of what the engine measures, not gates inside the model;
+docs/policies.md says how the constants were found.
 """
 
 from __future__ import annotations

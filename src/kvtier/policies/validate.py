@@ -12,9 +12,9 @@ from .base import ARRAYS, DISK, GONE, HOST, Budgets, PageStats, Plan
 def check_plan(plan: object, stats: PageStats, budgets: Budgets) -> Plan:
     """The plan, if it keeps the contract. Raises PolicyError that says which part it breaks.
 
-    The contract: keep has one finite number per page; moves name existing pages, each once, never a protected one except
-    to the host; tiers are host, disk (if there is one) or gone; pages to the host come from the disk; afterwards host and
-    disk hold no more than before or than their budgets.
+    The contract: keep has one finite number per page; moves name existing pages, each once, never a protected one
+    except to the host; tiers are host, disk (if there is one) or gone; pages to the host come from the disk; afterwards
+    host and disk hold no more than before or than their budgets.
     """
     if not isinstance(plan, Plan):
         raise PolicyError(f"it answered {type(plan).__name__} instead of a Plan")

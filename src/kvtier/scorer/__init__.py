@@ -1,1 +1,1 @@
-"""A small network that predicts a page's future attention mass from what the engine measures anyway. docs/scorer.md."""
+"""Trains, tunes and judges the small network of `policies/scorer.py`, on recorded traces. docs/scorer.md."""

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..policies.scorer import Scorer
 from ..trace import Trace
-from .model import Scorer
 from .samples import Sample, require_length, samples
 
 KEPT: Final = (0.1, 0.2, 0.5)

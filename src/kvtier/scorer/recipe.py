@@ -1,4 +1,7 @@
-"""From texts to weights: what `kvtier scorer` does. Records traces, trains or refines, and measures on text held out."""
+"""From texts to weights: what `kvtier scorer` does.
+
+Records traces, trains or refines, and measures on text held out.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import CancelledError, TraceError, UsageError
+from ..policies.scorer import Scorer
 from ..trace import Trace, read_trace
-from .model import Scorer
 from .quality import Quality, quality
 from .samples import LEAST_STEPS, Floats, pooled, require_length
 from .train import Training, train
@@ -110,7 +113,8 @@ def _record_model(
                 first = room * i // len(how.prefixes)
                 part = tokens[first : first + prefix + how.n_tokens]
                 say = _labelled(progress, f"{model.stem}, {text.name}, {prefix:,} tokens")
-                # under another name until it is whole: a trace that was stopped must not be taken for one that is finished
+                # under another name until it is whole: a trace that was stopped must not be taken for one that is
+                # finished
                 rough = path.with_suffix(".part")
                 recorder.record(rough, part, prefix, text.name, say, stop)
                 if stop():

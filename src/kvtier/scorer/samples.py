@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ..policies.base import PLAN_STEPS, Budgets, PageStats
+from ..policies.features import features
 from ..simulator.engine import TraceEngine
 from ..trace import Trace
-from .features import features
 
 EVERY_STEPS: Final = 64  # from one sample to the next
 FIRST_STEP: Final = 64
@@ -38,7 +38,8 @@ class Sample:
 
 
 def require_length(n_steps: int, what: str) -> None:
-    """Raises UsageError if a recording of so many steps has no sample; `what` names it and says what it is too short for."""
+    """Raises UsageError if a recording of so many steps has no sample; `what` names it and says what it is too short
+    for."""
     if n_steps < LEAST_STEPS:
         raise UsageError(what, f"Take at least {LEAST_STEPS}.")
 

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .features import FLOOR, LN2, PRESENT
-from .model import HIDDEN, Scorer, shapes
+from ..policies.features import FLOOR, LN2, PRESENT
+from ..policies.scorer import HIDDEN, Scorer, shapes
 
 Floats = npt.NDArray[np.float32]
 Weights = dict[str, Floats]
@@ -20,7 +20,9 @@ EPOCH_STEPS: Final = 200  # between reports
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How to train. `log_share` is the part of the loss that asks for the logarithm of the mass, for the order of light pages.
+    """How to train.
+
+    `log_share` is the part of the loss that asks for the logarithm of the mass, for the order of light pages.
 
     `decay` draws all weights to 0 (decoupled, times `rate`), that is, the prediction to the present mass.
     """
@@ -44,7 +46,8 @@ def train(
     """Fit a scorer to examples, or refine `start`.
 
     Args:
-        x: float32 [features + 1, n]; future: float32 [n], mass in fair shares; weights: float32 [n], how often each is drawn.
+        x: float32 [features + 1, n]; future: float32 [n], mass in fair shares; weights: float32
+            [n], how often each is drawn.
     """
     rng = np.random.default_rng(how.seed)
     mean, std = x[:-1].mean(axis=1, keepdims=True), x[:-1].std(axis=1, keepdims=True)
@@ -85,7 +88,10 @@ def _fresh(rng: np.random.Generator) -> Weights:
 
 
 def _gradients(p: Weights, x: Floats, present: Floats, future: Floats, log_share: float) -> tuple[float, Weights]:
-    """Loss of a batch and its gradients. x: [features + 1, batch], normalised; present: [batch], logarithm of the present mass."""
+    """Loss of a batch and its gradients.
+
+    x: [features + 1, batch], normalised; present: [batch], logarithm of the present mass.
+    """
     one = np.ones((1, x.shape[1]), np.float32)
     a1 = p["w1"] @ x
     h1 = np.concatenate([np.abs(a1), one])
@@ -104,7 +110,8 @@ def _gradients(p: Weights, x: Floats, present: Floats, future: Floats, log_share
 
 
 class _Adam:
-    """Kingma and Ba 2015, arXiv:1412.6980, with gradients cut to norm 1 and decoupled weight decay (arXiv:1711.05101)."""
+    """Kingma and Ba 2015, arXiv:1412.6980, with gradients cut to norm 1 and decoupled weight decay
+    (arXiv:1711.05101)."""
 
     def __init__(self, params: Weights) -> None:
         self._m = {name: np.zeros_like(value) for name, value in params.items()}

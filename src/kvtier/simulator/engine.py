@@ -21,7 +21,8 @@ FEATURES: Final = ("key_norm", "value_norm", "key_novelty")
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one step met, mean over layers: share of the exact mass on pages that had left the host, and on pages that were gone."""
+    """What one step met, mean over layers: share of the exact mass on pages that had left the host, and on pages that
+    were gone."""
 
     evicted: float
     gone: float

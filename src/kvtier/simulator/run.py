@@ -70,7 +70,10 @@ class Result:
 def simulate(
     trace: Trace, policy: Policy, setting: Setting, on_step: Callable[[TraceEngine], None] | None = None
 ) -> Result:
-    """Run a policy over a trace. Raises PolicyError for a plan that breaks the contract, UsageError for a trace too short."""
+    """Run a policy over a trace.
+
+    Raises PolicyError for a plan that breaks the contract, UsageError for a trace too short.
+    """
     if trace.n_steps <= setting.warmup:
         raise UsageError(
             f"the trace has {trace.n_steps:,} steps, and {setting.warmup:,} are for warming up",

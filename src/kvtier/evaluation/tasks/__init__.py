@@ -35,7 +35,8 @@ def task_names(text: str) -> tuple[str, ...]:
 
 
 def make_prompts(name: str, n_samples: int, n_tokens: int, seed: int, text: str, count: Count) -> list[Prompt]:
-    """`n_samples` prompts of a task, each with its answer at most `n_tokens` long; the needle's ten depths equally often.
+    """`n_samples` prompts of a task, each with its answer at most `n_tokens` long; the needle's ten depths equally
+    often.
 
     Raises UsageError where the task or the text has no such length.
     """

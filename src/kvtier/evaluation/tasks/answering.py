@@ -17,10 +17,10 @@ from ..readings import counts_between
 def answer(engine: Engine, prompt: dict[str, Any], progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Put a prompt (see `Prompt.to_dict`) to the engine; `progress(done, total)` counts tokens of its context.
 
-    The expected answer is fed first, whatever the model would have said, and its probability noted; then, from where the
-    model would have said something else, it is the model's own most probable tokens. Gives `log_p` (nats per expected
-    token), `score` (the share of the answers that occur in the model's text, in any case), `is_exact` (the text begins
-    with the expected one), `text`, and of the tokens fed on their own `n_steps`, `decode_s` and `reading`.
+    The expected answer is fed first, whatever the model would have said, and its probability noted; then, from where
+    the model would have said something else, it is the model's own most probable tokens. Gives `log_p` (nats per
+    expected token), `score` (the share of the answers that occur in the model's text, in any case), `is_exact` (the
+    text begins with the expected one), `text`, and of the tokens fed on their own `n_steps`, `decode_s` and `reading`.
     """
     run = _Answer(engine, prompt)
     before = run.read_context(progress)

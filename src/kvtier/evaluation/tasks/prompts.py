@@ -46,7 +46,8 @@ class Task:
     """A kind of prompt.
 
     Attributes:
-        write: (seed text, index, size) -> prompt; the same prompt for the same arguments. A larger size is a longer text.
+        write: (seed text, index, size) -> prompt; the same prompt for the same arguments. A larger size is a longer
+            text.
         least: the smallest size.
         most: the largest size, or None.
         depths: where the answers of the prompts lie, in turn; empty if the task chooses itself.

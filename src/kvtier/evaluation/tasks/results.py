@@ -29,7 +29,10 @@ class PromptAnswer:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PromptAnswer:
-        """From what the measuring process or `to_dict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """From what the measuring process or `to_dict` gave.
+
+        Raises KeyError, TypeError or ValueError for anything else.
+        """
         depth = None if data["depth"] is None else float(data["depth"])
         reading = {str(key): float(value) for key, value in data["reading"].items()}
         figures = float(data["log_p"]), float(data["score"]), bool(data["is_exact"]), str(data["text"])

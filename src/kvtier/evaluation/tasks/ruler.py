@@ -90,7 +90,8 @@ def _chain(rng: random.Random, n_noise: int) -> tuple[str, str, list[str]]:
 
 
 def vt(seed: str, index: int, size: int) -> Prompt:
-    """One chain of five variables, each the one before, hidden in `size` repetitions of noise; a short example first."""
+    """One chain of five variables, each the one before, hidden in `size` repetitions of noise; a short example
+    first."""
     rng = _rng(seed, "vt", index)
     parts: list[str] = []
     for n_noise in (4, size):
@@ -132,12 +133,14 @@ def cwe(often: int, seldom: int) -> Task:
 
 
 def zipf_counts(n_words: int, n_entries: int) -> list[int]:
-    """How often the word of each rank occurs, so that there are about `n_entries`: rank^-alpha over the zeta function."""
+    """How often the word of each rank occurs, so that there are about `n_entries`: rank^-alpha over the zeta
+    function."""
     return [round(n_entries / _ZETA_SUM / rank**ZETA_ALPHA) for rank in range(1, n_words + 1)]
 
 
 def fwe(seed: str, index: int, size: int) -> Prompt:
-    """Frequent words: made-up words whose frequency falls with their rank; the first rank is dots, the next three are asked for."""
+    """Frequent words: made-up words whose frequency falls with their rank; the first rank is dots, the next three are
+    asked for."""
     rng = _rng(seed, "fwe", index)
     counts = zipf_counts(max(20, size // 50), size)
     coded: list[str] = []

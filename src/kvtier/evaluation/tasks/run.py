@@ -11,9 +11,9 @@ from pathlib import Path
 from ...measuring.child import Child
 from ...measuring.config import Configuration, Opening, rope_for
 from ...measuring.errors import MeasuringError, WorkerError
-from ...model.names import sha256_of
+from ...model.fetching import sha256_of
 from ..rows import RowFile, row_key
-from ..run import Report, build_of
+from ..run import WORKER, Report, build_of
 from ..widened import ModelFile
 from . import Prompt, make_prompts
 from .results import PromptAnswer, TaskRow
@@ -21,7 +21,8 @@ from .results import PromptAnswer, TaskRow
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
-    """Which tasks, how long (`n_tokens`, prompt and answer together), how many prompts of each, for which configurations."""
+    """Which tasks, how long (`n_tokens`, prompt and answer together), how many prompts of each, for which
+    configurations."""
 
     model: Path
     text: str
@@ -48,7 +49,8 @@ class TaskEvaluation:
 def evaluate_tasks(plan: TaskPlan, file: RowFile, report: Report) -> TaskEvaluation:
     """Measure what is not in `file` yet. A row that fails is reported and does not stop the others.
 
-    Raises UsageError for a task or text that has no such length, and MeasuringError when the reference cannot be measured.
+    Raises UsageError for a task or text that has no such length, and MeasuringError when the reference cannot be
+    measured.
     """
     file.make_folder()
     prompts, n_ctx_train = _prompts(plan, report)
@@ -113,7 +115,7 @@ class _Run:
             opening = Opening(
                 str(self.model.path()), config, self.plan.n_tokens, self.plan.n_threads, self.plan.n_batch, self.rope
             )
-            with Child(opening) as child:
+            with Child(opening, worker=WORKER) as child:
                 for i, (prompt, key) in enumerate(missing):
                     found[key] = self._measure(child, config.name, prompt, i, len(missing))
                     self.file.add(key, found[key])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..errors import ScorerError
 from ..outputs import aside, discard, settle, unwritable
-from ..policies.base import PageStats
+from .base import PageStats
 from .features import FEATURES, FEATURES_VERSION, LN2, PRESENT, features
 
 VERSION: Final = 1
@@ -24,8 +24,8 @@ HIDDEN: Final = (15, 7)
 ARRAYS: Final = ("w1", "w2", "w3")
 SHIPPED: Final = "weights.npz"
 _MAX_BYTES: Final = 1 << 20
-# Pages at a time. Few enough for the caches, and for BLAS to do each product itself: beside generation, which has all cores at
-# work, waiting for other threads of BLAS takes hundreds of times longer than the product.
+# Pages at a time. Few enough for the caches, and for BLAS to do each product itself: beside generation, which has all
+# cores at work, waiting for other threads of BLAS takes hundreds of times longer than the product.
 _BLOCK: Final = 1024
 
 Floats = npt.NDArray[np.float32]
@@ -41,9 +41,9 @@ def shapes(hidden: tuple[int, int] = HIDDEN) -> dict[str, tuple[int, int]]:
 class Scorer:
     """Weights, float32, for inputs as they come from `features`; `about` says how they were made.
 
-    Each hidden layer is a matrix and an absolute value, which numpy computes seven times faster than the usual max(0, x). What
-    comes out is added to the logarithm of the present mass: a network of zeros says that everything will stay as it is. The sum is
-    the logarithm (natural) of the mass that a page is expected to get per step, in fair shares.
+    Each hidden layer is a matrix and an absolute value, which numpy computes seven times faster than the usual max(0,
+    x). What comes out is added to the logarithm of the present mass: a network of zeros says that everything will stay
+    as it is. The sum is the logarithm (natural) of the mass that a page is expected to get per step, in fair shares.
     """
 
     w1: Floats
@@ -171,7 +171,8 @@ def _check_arrays(found: dict[str, Any], name: str) -> None:
         got = found[array]
         if got.shape != shape or got.dtype != np.float32 or 0 in shape:
             raise ScorerError(
-                f"the scorer {name} has an array {array} of shape {list(got.shape)}, {got.dtype}, which does not fit the others",
+                f"the scorer {name} has an array {array} of shape {list(got.shape)}, {got.dtype}, which does not fit "
+                "the others",
                 _MAKE_ONE,
             )
         if not np.isfinite(got).all():

@@ -1,4 +1,7 @@
-"""What the scorer looks at, in one place. A change of meaning or order here is a new FEATURES_VERSION: old weights are refused."""
+"""What the scorer looks at, in one place.
+
+A change of meaning or order here is a new FEATURES_VERSION: old weights are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..policies.base import PageStats
+from .base import PageStats
 
 FEATURES_VERSION: Final = 1
 

@@ -24,7 +24,7 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
         add_test(NAME ${name} COMMAND ${name} ${arguments})
         # Several run side by side: threads that wait must leave the processor to the others' work.
         set_tests_properties(${name} PROPERTIES TIMEOUT 1200 ENVIRONMENT OMP_WAIT_POLICY=passive)
-        if(name MATCHES "^test-(attention|recall|store-faults|summary|same-bits)$")
+        if(name MATCHES "^test-(attention|recall|store-faults|summary|invariance|keys)$")
             set_tests_properties(${name} PROPERTIES COST 100)  # the long ones begin, so that none is left alone at the end
         endif()
     endif()

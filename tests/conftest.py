@@ -8,6 +8,7 @@ list anew.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -57,7 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     listed = _listed()
     of_file: defaultdict[Path, float] = defaultdict(float)
     for item in items:
-        if item.nodeid in listed:
+        if item.get_closest_marker("long"):  # a file that marks itself
+            of_file[item.path] = math.inf
+        elif item.nodeid in listed:
             item.add_marker("long")
             of_file[item.path] += listed[item.nodeid]
     items.sort(key=lambda item: -of_file[item.path])  # stable: the order within a file stays

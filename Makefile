@@ -9,6 +9,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 MODEL  := smollm2
 TEXTS  ?= python
 
+# Python tests run in so many processes: one for each processor, four at most; each takes up to 1 GiB.
+WORKERS ?= $(shell test $(JOBS) -lt 4 && echo $(JOBS) || echo 4)
+# A file's tests stay in one process, which loads its models once; conftest.py puts the longest files first.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 C_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.c' 2>/dev/null)
@@ -16,7 +21,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake csrc src -type f -no
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-c test-python conformance sanitize bench scorer lint format clean distclean
+.PHONY: help setup demo test check test-c test-python conformance sanitize bench scorer lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,21 +32,26 @@ demo: setup build/demo.txt ## Run a 7,000-token text with two fifths of its KV c
 	@echo "The text asks for a number that stands a fifth into it, and is on disk by then: 7318052."
 	$(BIN)/kvtier run $(MODEL) -c 8k -f build/demo.txt --kv-host 64MiB --kv-disk 1GiB -n 24 --temp 0
 
-test: test-c sanitize test-python ## Run all tests: C++, sanitizers, Python, upstream's conformance tests
+test: lint test-c sanitize test-python ## Check style and run all tests: C++, sanitizers, Python, upstream's conformance tests
+
+check: lint build/CMakeCache.txt ## Before each commit: style, the C++ tests of what changed, the Python tests that are not long
+	cmake --build build
+	scripts/test-changed.sh $(JOBS)
+	$(PYTEST) -m "not long"
 
 test-c: build/CMakeCache.txt ## Run the C++ tests
 	cmake --build build
-	cd build && ctest --output-on-failure --timeout 600
+	scripts/test-changed.sh --all $(JOBS)
 
-test-python: setup build/CMakeCache.txt ## Run the Python tests, conformance included
+test-python: setup build/CMakeCache.txt build/conformance/.stamp ## Run the Python tests, conformance included
 	cmake --build build --target test-recall
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-conformance: setup ## Run llama.cpp's own test-backend-ops and test-llama-archs on our device
+conformance: setup build/conformance/.stamp ## Run llama.cpp's own test-backend-ops and test-llama-archs on our device
 	$(BIN)/python -m pytest tests/conformance
 
 sanitize: third_party/llama.cpp/.kvtier-stamp ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
-	scripts/sanitize.sh
+	JOBS=$(JOBS) scripts/sanitize.sh
 
 bench: setup ## Print the table of decode and prefill rates beside stock llama.cpp, with the roofline
 	$(BIN)/kvtier bench
@@ -83,8 +93,12 @@ $(VENV)/.llama-stamp: third_party/llama.cpp/.kvtier-stamp scripts/probe-build.py
 	    $(PIP) install --quiet --no-cache-dir "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
 	touch $@
 
-$(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp $(SOURCES)
-	$(PIP) install --quiet '.[test]'
+# Its 150 model files compile some at a time: most of their time goes into headers that all of them include.
+$(VENV)/.llama-stamp: export CMAKE_ARGS := -DCMAKE_PROJECT_INCLUDE='$(CURDIR)/cmake/llama-unity.cmake' $(CMAKE_ARGS)
+
+# The package takes the library that is also built for the C++ tests.
+$(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp build/libkvtier.so $(SOURCES)
+	KVTIER_PREBUILT='$(CURDIR)/build/libkvtier.so' $(PIP) install --quiet '.[test]'
 	touch $@
 
 $(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
@@ -93,6 +107,15 @@ $(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
 
 build/CMakeCache.txt: third_party/llama.cpp/.kvtier-stamp
 	cmake -S . -B build -DKVTIER_BUILD_TESTS=ON
+
+build/libkvtier.so: build/CMakeCache.txt $(C_SOURCES) CMakeLists.txt $(wildcard cmake/*.cmake)
+	cmake --build build --target kvtier
+	touch $@
+
+# Upstream's test programs, linked to the libraries of the installed llama-cpp-python: only they are compiled.
+build/conformance/.stamp: $(VENV)/.kvtier-stamp $(wildcard tests/conformance/*.cpp) tests/conformance/CMakeLists.txt
+	$(BIN)/python -c 'from tests.conformance import upstream; upstream.build()'
+	touch $@
 
 build/demo.txt: scripts/demo-text.py | $(VENV)/.venv-stamp
 	mkdir -p build

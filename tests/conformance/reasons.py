@@ -1,5 +1,4 @@
-"""Why a case of test-backend-ops may be answered with "not supported": every such case must be covered by one of
-these."""
+"""Why a case of test-backend-ops may be answered with "not supported": each such case is covered by one of these."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ REASONS = (
         "SET_ROWS",
         "destination types that are no page format",
         f"pages hold {', '.join(name.upper() for name in PAGE_FORMATS)}, and a plain tensor of another type has no "
-        "page to go through "
-        "(a cache with such a nominal type works: its pages are stored in a format of ours)",
+        "page to go through (a cache with such a nominal type works: its pages are stored in a format of ours)",
         lambda v: v["type_dst"] not in PAGE_FORMATS,
     ),
 )

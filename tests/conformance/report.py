@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 from .reasons import REASONS, reason_of
@@ -12,13 +13,22 @@ GROUP_BY = {"SET_ROWS": ("type_src", "type_dst", "type_idx"), "FLASH_ATTN_EXT": 
 OPS = tuple(GROUP_BY)
 
 
+def wrapped(lines: list[str]) -> list[str]:
+    """The lines with prose wrapped to 120 characters; rows of tables stay whole."""
+    return [part for line in lines for part in ([line] if line.startswith("|") else wrap(line) or [""])]
+
+
+def wrap(line: str) -> list[str]:
+    return textwrap.wrap(line, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def op_section(op: str, cases: list[OpCase]) -> list[str]:
     taken = [case for case in cases if case.is_supported]
     refused = [case for case in cases if not case.is_supported]
     lines = [f"## test-backend-ops: {op}", ""]
     lines += [
-        f'{len(cases)} cases; {len(taken)} computed by our pages and kernels, {len(refused)} answered with "not '
-        'supported".',
+        f"{len(cases)} cases; {len(taken)} computed by our pages and kernels, "
+        f'{len(refused)} answered with "not supported".',
         "",
     ]
     if not refused:
@@ -57,19 +67,18 @@ def render(ops: dict[str, list[OpCase]], archs: list[ArchRow]) -> str:
     lines = [
         "# Conformance with upstream's own tests",
         "",
-        "Written by `make conformance KVTIER_WRITE_DOCS=1`; `make conformance` runs the same tests and fails where "
-        "this page is out of date.",
+        "Written by `make conformance KVTIER_WRITE_DOCS=1`; `make conformance` runs the same tests and fails "
+        "where this page is out of date.",
         "",
-        "The programs are llama.cpp's, at the pin, compiled from `third_party/llama.cpp` unchanged and linked to the "
-        "libraries of the installed",
-        "llama-cpp-python. `test-backend-ops` loads our library through `GGML_BACKEND_PATH`. `test-llama-archs` does "
-        "not load backends by itself:",
-        "`tests/conformance/preload-backend.cpp`, linked beside it, does so before its `main`. Every case runs on "
-        "the device `KVT0`. K and V that are",
-        "no cache are taken into temporary pages, so what is tested is our kernels and never ggml's own attention.",
+        "The programs are llama.cpp's, at the pin, compiled from `third_party/llama.cpp` unchanged and linked to "
+        "the libraries of the installed llama-cpp-python, so that llama.cpp itself is compiled once. `test-"
+        "backend-ops` loads our library through `GGML_BACKEND_PATH`. `test-llama-archs` does not load backends by "
+        "itself: `tests/conformance/preload-backend.cpp`, linked beside it, does so before its `main`. Every case "
+        "runs on the device `KVT0`. K and V that are no cache are taken into temporary pages, so what is tested "
+        "is our kernels and never ggml's own attention.",
         "",
     ]
     for op in OPS:
         lines += op_section(op, ops[op])
     lines += arch_section(archs)
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(wrapped(lines)).rstrip() + "\n"

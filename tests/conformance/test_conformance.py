@@ -12,6 +12,8 @@ import pytest
 from . import report, upstream
 from .reasons import reason_of
 
+pytestmark = pytest.mark.long  # minutes, and one file: conftest.py starts with it
+
 CasesOf = Callable[[str], list[upstream.OpCase]]
 
 # what was run when this was written; fewer means that the device refuses what it used to compute

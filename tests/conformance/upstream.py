@@ -20,7 +20,7 @@ _RECORD = re.compile(r'"backend_name",.*|"KVT0(, CPU)?",.*')  # both names: the 
 
 
 def build() -> Path:
-    """Builds the programs where they are out of date; returns their folder."""
+    """Builds the programs, and nothing of llama.cpp beside them, where they are out of date; returns their folder."""
     source = ["-S", str(ROOT / "tests" / "conformance"), "-B", str(BUILD)]
     run(["cmake", *source, f"-DKVTIER_SITE_PACKAGES={sysconfig.get_path('purelib')}"])
     run(["cmake", "--build", str(BUILD), "--parallel", str(os.cpu_count() or 1)])

@@ -43,9 +43,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtier")
 
-seconds: defaultdict[str, float] = defaultdict(
-    float
-)  # of each test, set-up and tear-down included; in the process that reports
+# of each test, set-up and tear-down included; in the process that reports
+seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def _listed() -> dict[str, float]:

@@ -15,7 +15,10 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in s
 
 # Modules of the core may import only modules of a lower line, and of their own line if the set says so.
 LAYERS = (
-    {"errors", "figures", "sizes", "folders", "outputs", "machine/hardware", "native/summary"},
+    {"errors", "figures", "sizes", "folders", "outputs", "native/summary"},
+    {"machine/hardware", "machine/processors"},
+    {"engine/threads"},
+    {"engine/pace"},
     {"settings", "trace"},
     {"model/gguf", "model/names", "model/hub"},
     {"model/shape"},

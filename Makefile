@@ -1,4 +1,5 @@
-# Everything a fresh clone needs, from nothing but Python >= 3.10, a C++ compiler, CMake and git. 'make help' lists the targets.
+# Everything a fresh clone needs, from nothing but Python >= 3.10, a C++ compiler, CMake and git. 'make help' lists
+# the targets.
 
 PYTHON ?= python3
 JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -32,9 +33,9 @@ demo: setup build/demo.txt ## Run a 7,000-token text with two fifths of its KV c
 	@echo "The text asks for a number that stands a fifth into it, and is on disk by then: 7318052."
 	$(BIN)/kvtier run $(MODEL) -c 8k -f build/demo.txt --kv-host 64MiB --kv-disk 1GiB -n 24 --temp 0
 
-test: lint test-c sanitize test-python ## Check style and run all tests: C++, sanitizers, Python, upstream's conformance tests
+test: lint test-c sanitize test-python ## Run all checks: style, C++, sanitizers, Python, upstream's tests
 
-check: lint build/CMakeCache.txt ## Before each commit: style, the C++ tests of what changed, the Python tests that are not long
+check: lint build/CMakeCache.txt ## Before each commit: style, C++ tests of what changed, short Python tests
 	cmake --build build
 	scripts/test-changed.sh $(JOBS)
 	$(PYTEST) -m "not long"
@@ -50,14 +51,15 @@ test-python: setup build/CMakeCache.txt build/conformance/.stamp ## Run the Pyth
 conformance: setup build/conformance/.stamp ## Run llama.cpp's own test-backend-ops and test-llama-archs on our device
 	$(BIN)/python -m pytest tests/conformance
 
-sanitize: third_party/llama.cpp/.kvtier-stamp ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
+sanitize: third_party/llama.cpp/.kvtier-stamp ## Run the C++ tests under the sanitizers: address, undefined, thread
 	JOBS=$(JOBS) scripts/sanitize.sh
 
 bench: setup ## Print the table of decode and prefill rates beside stock llama.cpp, with the roofline
 	$(BIN)/kvtier bench
 
 scorer: setup ## Train the scorer's weights anew on TEXTS (files, or 'python'), judged by HELD_OUT
-	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) --traces build/traces -o src/kvtier/policies/weights.npz
+	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) \
+	    --traces build/traces -o src/kvtier/policies/weights.npz
 
 lint: $(VENV)/.lint-stamp setup ## Check style, formatting and types
 	$(BIN)/ruff check src tests scripts
@@ -76,8 +78,10 @@ distclean: clean ## Remove .venv and the llama.cpp source too
 	rm -rf $(VENV) third_party/llama.cpp third_party/*.tar.gz
 
 $(VENV)/.venv-stamp:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvtier needs Python 3.10 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "kvtier needs Python 3.10 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "Fix: install the venv module of Python (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	touch $@
 
 third_party/llama.cpp/.kvtier-stamp: scripts/fetch-llama.py | $(VENV)/.venv-stamp

@@ -26,7 +26,8 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
         # Several run side by side: threads that wait must leave the processor to the others' work.
         set_tests_properties(${name} PROPERTIES TIMEOUT 1200 ENVIRONMENT OMP_WAIT_POLICY=passive)
         if(name MATCHES "^test-(attention|recall|store-faults|summary|invariance|keys)$")
-            set_tests_properties(${name} PROPERTIES COST 100)  # the long ones begin, so that none is left alone at the end
+            # the long ones begin, so that none is left alone at the end
+            set_tests_properties(${name} PROPERTIES COST 100)
         endif()
     endif()
 endforeach()

@@ -1,4 +1,5 @@
-# Handed to llama.cpp's own build with -DCMAKE_PROJECT_INCLUDE: its 150 files of model graphs are compiled some at a time.
+# Handed to llama.cpp's own build with -DCMAKE_PROJECT_INCLUDE: its 150 files of model graphs are compiled some at a
+# time.
 # Most of their time is spent in headers that all of them include. The source is unchanged, and so is what it computes.
 
 if(NOT PROJECT_NAME STREQUAL "llama.cpp")
@@ -13,7 +14,8 @@ function(kvt_group_models)
         if(NOT source MATCHES "/models/[^/]*\\.cpp$" OR NOT EXISTS "${source}")
             continue()
         endif()
-        file(STRINGS "${source}" own_names REGEX "^(static|namespace|#define|using|const|constexpr|struct|class|inline)")
+        file(STRINGS "${source}" own_names
+             REGEX "^(static|namespace|#define|using|const|constexpr|struct|class|inline)")
         if(own_names STREQUAL "")
             math(EXPR group "${n} / 12")
             set_source_files_properties("${source}" TARGET_DIRECTORY llama PROPERTIES UNITY_GROUP "models-${group}")

@@ -101,7 +101,7 @@ def test_json_is_one_object_with_everything(smollm2_path: Path, prompt_file: Pat
     tiers = out["kv"]["tiers"]
     assert tiers["host"]["budget_bytes"] == 6 << 20 >= out["kv"]["peak_host_bytes"] > 0
     assert tiers["disk"]["n_pages"] > 0 and out["kv"]["disk_writes"] > 0 and out["kv"]["n_layers"] == 30
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if "this run crawls" not in line] == []
     assert list(folder.iterdir()) == []
     again = kvtier(
         "run", smollm2_path, "-f", prompt_file, "-n", "3", "--temp", "0", "-c", "1k", *DISK, "--kv-dir", folder

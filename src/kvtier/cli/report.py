@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine.generation import Timing
+from ..engine.pace import ThreadFigures
 from ..figures import Figures, TierFigures
 from ..placement.placement import PlacementFigures
 from ..sizes import format_bytes, format_rate, format_seconds
@@ -32,6 +33,7 @@ class RunReport:
     timing: Timing
     figures: Figures
     placement: PlacementFigures | None = None
+    threads: ThreadFigures | None = None
 
     def as_json(self, text: str) -> dict[str, Any]:
         """Plain values for json.dumps."""
@@ -50,6 +52,7 @@ class RunReport:
                 "omitted_bound": self.figures.omitted_bound,
             },
             "policy": None if self.placement is None else asdict(self.placement),
+            "threads": None if self.threads is None else asdict(self.threads),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -62,6 +65,8 @@ class RunReport:
             ("first token", format_seconds(t.ttft_s)),
             ("decode", f"{format_rate(t.decode_per_s)}, {t.n_generated:,} tokens ({_FINISH[t.finish]})"),
         ]
+        if self.threads is not None:
+            rows.append(("threads", _threads(self.threads)))
         decoded_any = t.n_generated > 0 or t.prefill_per_s is not None
         if self.placement is not None:
             p = self.placement
@@ -113,6 +118,14 @@ def rate_line(t: Timing) -> str:
         format_rate(t.decode_per_s),
     ]
     return f"[{', '.join(parts)}, {_FINISH[t.finish]}]"
+
+
+def _threads(figures: ThreadFigures) -> str:
+    now = f"{figures.decode}"
+    if figures.prefill != figures.decode:
+        now += f", prefill {figures.prefill}"
+    changes = f", changed {figures.n_changes:,} times" if figures.n_changes else ""
+    return f"{now} of {figures.limit}{changes}" if figures.automatic else now
 
 
 def _is_used(tier: TierFigures) -> bool:

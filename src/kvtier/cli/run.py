@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +53,7 @@ class _Job:
     settings: KVSettings
     type_k: str | None
     type_v: str | None
-    n_threads: int
+    n_threads: int | None
     n_batch: int
     n_ubatch: int
     rope: dict[str, Any]
@@ -114,7 +113,13 @@ class _Job:
     default=-1,
     help="Seed of the sampler; -1: another one each time.",
 )
-@option("-t", "--threads", type=click.IntRange(1, 512), default=None, help="Threads.  [default: one per physical core]")
+@option(
+    "-t",
+    "--threads",
+    type=click.IntRange(1, 512),
+    default=None,
+    help="Threads, always so many.  [default: one per usable physical core, fewer while other programs are busy]",
+)
 @option(
     "-b",
     "--batch-size",
@@ -296,7 +301,7 @@ def _job(path: Path, settings: KVSettings, options: dict[str, Any], swa_full: bo
         settings,
         options["cache_type_k"],
         options["cache_type_v"],
-        options["threads"] or _physical_cores(),
+        options["threads"],
         options["batch_size"],
         options["ubatch_size"],
         rope,
@@ -321,13 +326,6 @@ def _rope(options: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _physical_cores() -> int:
-    import psutil
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
-
-
 def _sampling(options: dict[str, Any], in_chat: bool) -> Sampling:
     from ..engine.generation import RANDOM_SEED, Sampling
 
@@ -345,6 +343,7 @@ def _load(job: _Job) -> Llama:
     from ..native import runtime
 
     runtime.log.muted = not job.verbose
+    ui.show_log_of("kvtier.engine.pace")
     ui.show_log_of("kvtier.placement")
     ui.show_log_of("kvtier.policies", verbose=job.verbose)
     try:
@@ -402,6 +401,7 @@ def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFl
             generation.timing(),
             llm.kv.figures,
             llm.placement.figures if llm.placement is not None else None,
+            llm.threads,
         )
     if as_json:
         ui.echo(json.dumps(report.as_json("".join(answer)), ensure_ascii=False))

@@ -27,6 +27,7 @@ from ..errors import (
 from ..lossy.batch import fitting_batch
 from ..lossy.memory import LossyEngine, make_room
 from ..lossy.settings import MemorySettings, memory_for
+from ..machine.processors import Processors
 from ..model import gguf
 from ..model.cachetypes import GGML_TYPES, cache_types
 from ..model.shape import shape_of
@@ -38,6 +39,7 @@ from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
 from . import samebits
+from .pace import Pace, ThreadFigures
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,6 +78,8 @@ class Llama(llama_cpp.Llama):
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less
             where pages are or become quantized, so that llama.cpp rotates what is rounded (see
             kvtier.model.cachetypes).
+        n_threads, n_threads_batch: threads for decode, and for prefill. None: as many as there are physical cores that
+            this process may use, fewer while other programs keep them busy; `threads` says how many there are.
 
     Raises:
         GgufError: the file is missing or no usable model.
@@ -168,6 +172,9 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         self._devices = runtime.device_array(loaded.device)
         kwargs = {**kwargs, "n_gpu_layers": -1, "flash_attn": True, "offload_kqv": True}
+        given = kwargs.get("n_threads") or None, kwargs.get("n_threads_batch") or None
+        processors = Processors()
+        kwargs["n_threads"], kwargs["n_threads_batch"] = (n or processors.limit for n in given)
         runtime.log.clear()
         try:
             with runtime.loading_onto(self._devices, self._repack), runtime.bound(domain):
@@ -179,7 +186,14 @@ class Llama(llama_cpp.Llama):
         if self.input_ids.shape[0] < self._n_ctx:  # llama.cpp rounds the context up
             self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
         # Every decode of llama_cpp goes through the context, whichever method of Llama starts it.
-        self._ctx.decode = _Decode(self._ctx, domain)  # type: ignore[method-assign]
+        context = self._ctx
+
+        def set_threads(decode: int, prefill: int) -> None:
+            api.llama_set_n_threads(context.ctx, decode, prefill)
+
+        self._given_threads = given
+        self._pace = Pace(set_threads, processors, *given)
+        self._ctx.decode = _Decode(context, domain, self._pace)  # type: ignore[method-assign]
 
     @property
     def kv(self) -> KVCache:
@@ -191,6 +205,11 @@ class Llama(llama_cpp.Llama):
         """The policy at work; None without one."""
         return self._placement
 
+    @property
+    def threads(self) -> ThreadFigures:
+        """Threads that compute now, and why a run crawled if it did."""
+        return self._pace.figures
+
     def eval(self, tokens: Any) -> None:
         """Evaluate tokens after those evaluated so far.
 
@@ -198,7 +217,12 @@ class Llama(llama_cpp.Llama):
         """
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextLengthError(self.n_tokens + len(tokens), self._n_ctx)
-        super().eval(tokens)
+        done = 0
+        while done < len(tokens):
+            # what a lossy cache drops depends on how many tokens come at once, so there it stays with n_batch
+            n = self.n_batch if self._kv.settings.fidelity == "lossy" else self._pace.piece(self.n_batch)
+            super().eval(tokens[done : done + n])
+            done += n
 
     def save_state(self) -> llama_cpp.LlamaState:
         """The model's state, cache included. Raises UnsupportedError if the cache is lossy and has dropped pages."""
@@ -224,6 +248,8 @@ class Llama(llama_cpp.Llama):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),  # type: ignore[no-untyped-call]
+            "n_threads": self._given_threads[0],
+            "n_threads_batch": self._given_threads[1],
             "kv_settings": self._kv.settings,
             "policy": self._policy,
             "kv_memory": self._kv_memory,
@@ -252,17 +278,21 @@ class _Free:
 class _Decode:
     """LlamaContext.decode with typed errors."""
 
-    def __init__(self, context: Any, domain: binding.Domain) -> None:
+    def __init__(self, context: Any, domain: binding.Domain, pace: Pace) -> None:
         self._context = context
         self._domain = domain
+        self._pace = pace
         self.on_tokens: Callable[[Sequence[int]], None] | None = None  # told which tokens each successful call decoded
         self.before: Callable[[int], None] | None = None  # told how many tokens the next call decodes
 
     def __call__(self, batch: Any) -> None:
         if self.before is not None:
             self.before(int(batch.batch.n_tokens))
+        n_tokens = int(batch.batch.n_tokens)
+        self._pace.before(n_tokens)
         code = api.llama_decode(self._context.ctx, batch.batch)
         if code == 0:
+            self._pace.after(n_tokens)
             if self.on_tokens is not None:
                 self.on_tokens(batch.batch.token[: batch.batch.n_tokens])
             return

@@ -88,6 +88,8 @@ static void bound_sums(const float * weight, const float * left, size_t n, const
     for (size_t s = 0; s < n; s += VW) {
         vf e = vf_zero();
         for (int b = 0; b < n_blocks; b++) e = vf_fma(vf_set1(q_norm[b]), vf_load(errors + (size_t) b * ld + s), e);
+        const vf whole = vf_mul(vf_set1(q_norm[n_blocks]), vf_load(errors + (size_t) n_blocks * ld + s));
+        e = vf_sub(vf_zero(), vf_max(vf_sub(vf_zero(), e), vf_sub(vf_zero(), whole))); // the lesser
         const vf down = vf_exp2(
             vf_sub(vf_zero(), vf_sub(limit, vf_max(vf_sub(limit, e), vf_zero())))); // 2^-min(e, 120)
         const vf out = vf_load(left + s);

@@ -91,8 +91,8 @@ struct kvt_kernels {
     // one sub: out[r] = what row r weighs where picked has no bit
     void (*sums_unpicked)(const float * p, size_t ld, int n_rows, uint32_t picked, float * out);
     // over n subs, n a multiple of 32, of which a row weighs weight[s] and leaves out left[s]: each weight can be off
-    // by up to the factor 2^e, e = sum over n_blocks of q_norm[b]*errors[b*ld + s]. *most: of what is left out; *least:
-    // of what is not
+    // by up to the factor 2^e, e = sum over n_blocks of q_norm[b]*errors[b*ld + s], or the term of b = n_blocks alone,
+    // of all channels together, where that is less. *most: of what is left out; *least: of what is not
     void (*bound_sums)(const float * weight, const float * left, size_t n, const float * errors, size_t ld,
         const float * q_norm, int n_blocks, float * most, float * least);
     // as accumulate, of the picked tokens only

@@ -35,7 +35,7 @@ struct recall {
     float *m, *l, *sink, *threshold,
         *left_out;             // [n_all]; m: what weights are relative to; left_out: by whole pages and subs
     float * to_probability;    // [n_all]: factor of a weight
-    float * q_norm;            // [n_all][ceil(d_k/32)]: of a row's query, by 32 channels
+    float * q_norm;            // [n_all][ceil(d_k/32) + 1]: of a row's query, by 32 channels, and as a whole
     float *at_most, *at_least; // [n_segments][n_all]: what is left out, and what is read, with keys as they were
     float * sub_mass;          // [n_mass_queries][n_sub]
     bool again;                // weights overflowed: they are computed once more, relative to a larger m

@@ -215,8 +215,8 @@ static void bound(const struct recall * r, size_t segment) {
     for (size_t row = 0; row < r->n_all; row++) {
         const size_t at = segment * r->n_all + row, i = row * r->ld_left + from;
         const float * errors = kvt_keys_errors(keys, (int32_t) (row / j->n_rows), 0) + first;
-        j->k->bound_sums(r->weight + i, r->left + i, n, errors, keys->ld_error, r->q_norm + row * n_blocks, n_blocks,
-            &r->at_most[at], &r->at_least[at]);
+        j->k->bound_sums(r->weight + i, r->left + i, n, errors, keys->ld_error, r->q_norm + row * (n_blocks + 1),
+            n_blocks, &r->at_most[at], &r->at_least[at]);
     }
 }
 
@@ -343,11 +343,14 @@ static void norm_queries(struct recall * r) {
     const float scale = j->op->softcap != 0.0f ? j->op->softcap * KVT_LOG2E : 1.0f;
     for (size_t row = 0; row < r->n_all; row++) {
         const float * q = r->q[row / j->n_rows].f + (row % j->n_rows) * d_k;
+        float *norm = r->q_norm + row * (n_blocks + 1), all = 0.0f;
         for (int32_t b = 0; b < n_blocks; b++) {
             float sum = 0.0f;
             for (int32_t c = 32 * b; c < std::min(32 * b + 32, d_k); c++) sum += q[c] * q[c];
-            r->q_norm[row * n_blocks + b] = scale * sqrtf(sum);
+            norm[b] = scale * sqrtf(sum);
+            all += sum;
         }
+        norm[n_blocks] = scale * sqrtf(all);
     }
 }
 
@@ -363,8 +366,8 @@ static int prepare(struct recall * r) {
     if ((size_t) (j->op->page_first) * j->subs_per_page + n_sub > r->how->digests->n_subs) return KVT_ERR_INVALID;
 
     j->n_mass_queries = j->op->mass ? j->op->n_queries : 0;
-    const size_t n_blocks = (size_t) (j->op->geo.d_k + 31) / 32;
-    const size_t n_float = n_all * (7 + n_blocks + 3 * r->n_segments + 3 * r->ld_left + r->n_pages) +
+    const size_t n_norms = (size_t) (j->op->geo.d_k + 31) / 32 + 1;
+    const size_t n_float = n_all * (7 + n_norms + 3 * r->n_segments + 3 * r->ld_left + r->n_pages) +
         (size_t) j->n_mass_queries * n_sub + 20 * 64;
     const size_t n_bytes = n_float * sizeof(float) + n_sub * (1 + j->op->geo.n_head_kv * (2 * sizeof(uint32_t) + 1)) +
         j->op->geo.n_head_kv * sizeof(size_t) + r->n_pages * (2 + 2 * sizeof(uint32_t)) + 32 * 64;
@@ -383,7 +386,7 @@ static int prepare(struct recall * r) {
     r->scratch = take<float>(&p, n_all * r->ld_left);
     r->weight = take<float>(&p, n_all * r->ld_left);
     r->left = take<float>(&p, n_all * r->ld_left);
-    r->q_norm = take<float>(&p, n_all * n_blocks);
+    r->q_norm = take<float>(&p, n_all * n_norms);
     r->at_most = take<float>(&p, n_all * r->n_segments);
     r->at_least = take<float>(&p, n_all * r->n_segments);
     r->asked_weight = take<float>(&p, n_all * r->n_pages);

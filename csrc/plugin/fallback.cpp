@@ -62,6 +62,7 @@ struct gathered {
     kvt_root * root;
     size_t first, last; // bytes of the root
     std::vector<char> bytes, before;
+    std::vector<float> numbers; // what the operation made, before it was rounded to the nominal type; empty: not known
 };
 
 void cover(std::vector<gathered>& all, const ggml_tensor * t) {
@@ -77,7 +78,7 @@ void cover(std::vector<gathered>& all, const ggml_tensor * t) {
             return;
         }
     }
-    all.push_back({ root, first, last, {}, {} });
+    all.push_back({ root, first, last, {}, {}, {} });
 }
 
 void redirect(std::vector<gathered>& all, ggml_tensor * t, const ggml_tensor * original) {
@@ -87,22 +88,65 @@ void redirect(std::vector<gathered>& all, ggml_tensor * t, const ggml_tensor * o
     }
 }
 
+// keys kept apart note what each operation on them rounds
+bool notes_errors(const gathered& g) {
+    const kvt_layer * layer = g.root->cache->layer;
+    return layer && layer->keys && g.root->part == KVT_PART_K && g.root->nominal >= 0;
+}
+
+std::vector<float> numbers_of(const gathered& g) {
+    std::vector<float> x(g.bytes.size() / g.root->row_bytes * (size_t) g.root->n_embd);
+    kvt_row_to_f32((kvt_format) g.root->nominal, g.bytes.data(), x.data(), (int64_t) x.size());
+    return x;
+}
+
 // The CPU backend rotates F32 and F16 rows and ends the process at any other type. A BF16 cache that is shifted is
-// therefore taken as F32, and rounded again afterwards.
-bool has_to_widen(const ggml_tensor * node) { return node->op == GGML_OP_ROPE && node->type == GGML_TYPE_BF16; }
+// therefore taken as F32, and rounded again afterwards. So is an F16 one where what is rounded is noted.
+bool is_widened(const ggml_tensor * node, const std::vector<gathered>& all) {
+    return node->op == GGML_OP_ROPE && all.size() == 1 && kvt_root_of(node) == all[0].root &&
+        kvt_root_of(node->src[0]) == all[0].root &&
+        (node->type == GGML_TYPE_BF16 || (node->type == GGML_TYPE_F16 && notes_errors(all[0])));
+}
 
 void widen(gathered& g) {
-    const size_t n = g.bytes.size() / sizeof(uint16_t);
-    std::vector<char> wide(n * sizeof(float));
-    kvt_row_to_f32(KVT_FORMAT_BF16, g.bytes.data(), reinterpret_cast<float *>(wide.data()), (int64_t) n);
-    g.bytes.swap(wide);
+    const std::vector<float> x = numbers_of(g);
+    const char * bytes = reinterpret_cast<const char *>(x.data());
+    g.bytes.assign(bytes, bytes + x.size() * sizeof(float));
 }
 
 void narrow(gathered& g) {
+    const float * x = reinterpret_cast<const float *>(g.bytes.data());
     const size_t n = g.bytes.size() / sizeof(float);
-    std::vector<char> rounded(n * sizeof(uint16_t));
-    kvt_row_from_f32(KVT_FORMAT_BF16, reinterpret_cast<const float *>(g.bytes.data()), rounded.data(), (int64_t) n);
+    if (notes_errors(g)) { g.numbers.assign(x, x + n); }
+    std::vector<char> rounded(kvt_row_bytes((kvt_format) g.root->nominal, (int64_t) n));
+    kvt_row_from_f32((kvt_format) g.root->nominal, x, rounded.data(), (int64_t) n);
     g.bytes.swap(rounded);
+}
+
+// A quantized cache is turned as F32 in memory of llama.cpp's and copied back: `node` is that copy, before it is done.
+void note_numbers(const ggml_tensor * node, std::vector<gathered>& all) {
+    const ggml_tensor * src = node->src[0];
+    if (node->op != GGML_OP_CPY || all.size() != 1 || kvt_root_of(node) != all[0].root || !notes_errors(all[0]) ||
+        !src || src->type != GGML_TYPE_F32 || src->nb[0] != sizeof(float) ||
+        !std::equal(node->ne, node->ne + GGML_MAX_DIMS, src->ne)) {
+        return;
+    }
+    gathered& g = all[0];
+    const kvt_root * root = g.root;
+    const auto at = [](const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
+        return (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3];
+    };
+    const size_t base = (size_t) ((const char *) node->data - root->base) - g.first;
+    g.numbers = numbers_of(g); // channels that are not copied stay what they are
+    for (int64_t i3 = 0; i3 < node->ne[3]; i3++) {
+        for (int64_t i2 = 0; i2 < node->ne[2]; i2++) {
+            for (int64_t i1 = 0; i1 < node->ne[1]; i1++) {
+                const size_t to = (base + at(node, i1, i2, i3)) * (size_t) root->n_embd / root->row_bytes;
+                memcpy(&g.numbers[to], (const char *) src->data + at(src, i1, i2, i3),
+                    (size_t) node->ne[0] * sizeof(float));
+            }
+        }
+    }
 }
 
 // the same elements, twice as far apart
@@ -156,8 +200,8 @@ int kvt_fallback::compute(ggml_tensor * node) {
             copy.src[i] = node->src[i] == node ? &copy : &srcs[i];
         }
     }
-    const bool wide = has_to_widen(node) && all.size() == 1 && kvt_root_of(node) == all[0].root &&
-        kvt_root_of(node->src[0]) == all[0].root;
+    note_numbers(node, all);
+    const bool wide = is_widened(node, all);
     if (wide) {
         const ptrdiff_t dst_off = (char *) copy.data - all[0].bytes.data(),
                         src_off = (char *) srcs[0].data - all[0].bytes.data();
@@ -174,7 +218,8 @@ int kvt_fallback::compute(ggml_tensor * node) {
             "the CPU backend could not run %s on %s", g_ggml.ggml_op_name(node->op), node->name);
     }
     for (gathered& g : all) {
-        const int rc = kvt_paged_put_back(g.root, (int64_t) (g.first / g.root->row_bytes), g.before, g.bytes);
+        const int rc = kvt_paged_put_back(g.root, (int64_t) (g.first / g.root->row_bytes), g.before, g.bytes,
+            g.numbers.empty() ? nullptr : g.numbers.data());
         if (rc != KVT_OK) { return rc; }
     }
     return KVT_OK;

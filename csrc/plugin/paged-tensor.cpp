@@ -317,8 +317,8 @@ static bool stays_lost(kvt_root * root, int64_t row, const void * bytes) {
     return std::all_of(values.begin(), values.end(), [](float x) { return x == 0.0f; });
 }
 
-int kvt_paged_put_back(
-    kvt_root * root, int64_t first_row, const std::vector<char>& before, const std::vector<char>& after) {
+int kvt_paged_put_back(kvt_root * root, int64_t first_row, const std::vector<char>& before,
+    const std::vector<char>& after, const float * numbers) {
     if (before == after) { return KVT_OK; }
     const kvt_layer * layer = root->cache->layer; // none yet: then there are no errors either
     kvt_keys * keys = layer && root->part == KVT_PART_K && root->nominal >= 0 ? layer->keys : nullptr;
@@ -326,13 +326,14 @@ int kvt_paged_put_back(
     if (keys) { noted.assign(kvt_keys_errors(keys, 0, 0), kvt_keys_errors(keys, keys->layout.geo.n_head_kv, 0)); }
     int rc = KVT_OK;
     for (size_t at = 0; rc == KVT_OK && at < after.size(); at += root->row_bytes) {
-        const int64_t row = first_row + (int64_t) (at / root->row_bytes);
+        const int64_t i = (int64_t) (at / root->row_bytes), row = first_row + i;
         const char *was = before.data() + at, *now = after.data() + at;
         if (memcmp(was, now, root->row_bytes) == 0 || stays_lost(root, row, now)) { continue; }
         if (keys) {
             const row_place place = place_of(root, layer->geo.page_tokens, row);
             kvt_keys_change(keys, (size_t) place.page * layer->geo.page_tokens + place.cell,
-                (enum kvt_format) root->nominal, was, now, noted.data());
+                (enum kvt_format) root->nominal, was, now, numbers ? numbers + i * root->n_embd : nullptr,
+                noted.data());
         } else {
             rc = kvt_paged_write(root, (size_t) row * root->row_bytes, root->row_bytes, now);
         }

@@ -17,10 +17,11 @@ int kvt_paged_clear(kvt_cache_layer * cache);
 int kvt_paged_copy_rows(kvt_root * src, int64_t src_row, kvt_root * dst, int64_t dst_row, int64_t n_rows);
 
 // Puts back the rows, from first_row on, that an operation in place has changed, as a shift of positions does: `before`
-// are their bytes as they were read, `after` what the operation made of them. The others keep what is stored, and lost
-// ones stay lost.
-int kvt_paged_put_back(
-    kvt_root * root, int64_t first_row, const std::vector<char>& before, const std::vector<char>& after);
+// are their bytes as they were read, `after` what the operation made of them, and `numbers` (NULL: not known) the same
+// rows, [n][n_embd], before they were rounded to the nominal type. The others keep what is stored, and lost ones stay
+// lost.
+int kvt_paged_put_back(kvt_root * root, int64_t first_row, const std::vector<char>& before,
+    const std::vector<char>& after, const float * numbers);
 
 // Rows of F32 values to the cells `rows` (row = stream*n_cells + cell).
 int kvt_paged_put_rows(kvt_root * root, const int64_t * rows, const float * const * values, size_t n);

@@ -32,7 +32,7 @@ static size_t ld_error_of(const kvt_page_layout& l) {
 }
 
 static size_t n_error_of(const kvt_page_layout& l) {
-    return (size_t) (l.geo.n_head_kv * n_blocks_of(l)) * ld_error_of(l);
+    return (size_t) (l.geo.n_head_kv * (n_blocks_of(l) + 1)) * ld_error_of(l);
 }
 
 static size_t n_row_of(const kvt_page_layout& l) { return (size_t) l.geo.n_head_kv * (size_t) l.geo.d_k; }
@@ -133,13 +133,14 @@ static void add_rounding(enum kvt_format fmt, const uint8_t * row, const float *
 struct origin {
     const float * was;     // the row that was stored
     const float * more;    // how far each of its numbers can lie from what it was before; NULL: nowhere
-    const float * carried; // the same for each block of each head as a whole; NULL: nothing
+    const float * carried; // the same for each block of each head, and for the head, as a whole; NULL: nothing
 };
 
-// Notes the error of a cell's 32 channels (or fewer).
+// Notes the error of a cell's 32 channels (or fewer), or of all of a head's: the block behind the last.
 static void note_block(kvt_keys * k, int32_t head, int32_t block, size_t cell, const origin& from) {
     const kvt_page_layout& l = k->layout;
-    const int32_t c0 = block * 32, n = l.geo.d_k - c0 < 32 ? l.geo.d_k - c0 : 32;
+    const bool whole = block == n_blocks_of(l);
+    const int32_t c0 = whole ? 0 : block * 32, n = whole || l.geo.d_k - c0 < 32 ? l.geo.d_k - c0 : 32;
     const int32_t at = head * l.geo.d_k + c0;
     const float *x = k->row + at, *was = from.was + at;
     float off = 0.0f, all = 0.0f;
@@ -148,7 +149,7 @@ static void note_block(kvt_keys * k, int32_t head, int32_t block, size_t cell, c
         off += e * e;
         all += x[c] * x[c];
     }
-    const float carried = from.carried ? from.carried[head * n_blocks_of(l) + block] : 0.0f;
+    const float carried = from.carried ? from.carried[head * (n_blocks_of(l) + 1) + block] : 0.0f;
     const float error = (sqrtf(off) + query_error(l.fmt_k) * sqrtf(all) + carried) * 1.00001f;
     float * noted = (float *) kvt_keys_errors(k, head, block) + cell / KVT_SUB;
     if (!(error <= *noted)) {
@@ -160,7 +161,7 @@ static void note_cell(kvt_keys * k, size_t cell, const origin& from) {
     const kvt_geometry& geo = k->layout.geo;
     kvt_page_get_f32(&k->layout, k->data, KVT_PART_K, (int32_t) cell, k->row);
     for (int32_t h = 0; h < geo.n_head_kv; h++) {
-        for (int32_t b = 0; b < n_blocks_of(k->layout); b++) { note_block(k, h, b, cell, from); }
+        for (int32_t b = 0; b <= n_blocks_of(k->layout); b++) { note_block(k, h, b, cell, from); }
     }
 }
 
@@ -202,7 +203,7 @@ void kvt_keys_copy(struct kvt_keys * k, size_t cell, const struct kvt_keys * fro
     const std::vector<float> x = numbers_of(from, from->layout.fmt_k, row.data());
     std::vector<float> carried;
     for (int32_t h = 0; h < geo.n_head_kv; h++) {
-        for (int32_t b = 0; b < n_blocks_of(k->layout); b++) {
+        for (int32_t b = 0; b <= n_blocks_of(k->layout); b++) {
             carried.push_back(same_heads ? kvt_keys_errors(from, h, b)[from_cell / KVT_SUB] : INFINITY);
         }
     }
@@ -216,45 +217,39 @@ static float norm_of(const float * x, int32_t n) {
     return sqrtf(sum);
 }
 
-// of all channels of a head, given what was noted of its blocks
-static float head_error(const kvt_keys * k, const float * noted, int32_t head, size_t cell) {
-    const int32_t n_blocks = n_blocks_of(k->layout);
-    float sum = 0.0f;
-    for (int32_t b = 0; b < n_blocks; b++) {
-        const float e = noted[(size_t) (head * n_blocks + b) * k->ld_error + cell / KVT_SUB];
-        sum += e * e;
-    }
-    return sqrtf(sum);
-}
-
 // How much longer errors may have become with a head. It is known by its length as a whole, of which the part that was
 // stretched (YaRN scales what it turns) may be half: the square is no less than what that part was stretched by.
 static float stretch_of(float before, float after) {
     return before > 0.0f && after > before ? (after / before) * (after / before) : 1.0f;
 }
 
-// The turn takes errors from block to block, so that any may hold all of what its head had.
+// The turn takes errors from block to block, so that any may hold all of what its head had; of the head they stay what
+// they were, and what rounding does to it now comes on top. The turn's own arithmetic (F32) lies within what is counted
+// for the query each time.
 void kvt_keys_change(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * before, const void * after,
-    const float * noted) {
+    const float * turned, const float * noted) {
     const kvt_geometry& geo = k->layout.geo;
+    const int32_t n_blocks = n_blocks_of(k->layout);
     const std::vector<float> read = numbers_of(k, fmt, before), x = numbers_of(k, fmt, after);
+    const float * made = turned ? turned : x.data();
     std::vector<float> off(x.size()), more(x.size()), carried;
     kvt_page_get_f32(&k->layout, k->data, KVT_PART_K, (int32_t) cell, off.data());
     for (size_t i = 0; i < x.size(); i++) { off[i] -= read[i]; }
     for (int32_t h = 0; h < geo.n_head_kv; h++) {
         const size_t at = (size_t) h * (size_t) geo.d_k;
-        const float stretch = stretch_of(norm_of(read.data() + at, geo.d_k), norm_of(x.data() + at, geo.d_k));
-        const float error = head_error(k, noted, h, cell) + norm_of(off.data() + at, geo.d_k);
-        carried.insert(carried.end(), (size_t) n_blocks_of(k->layout), error * stretch);
+        const float stretch = stretch_of(norm_of(read.data() + at, geo.d_k), norm_of(made + at, geo.d_k));
+        const float error = noted[kvt_keys_errors(k, h, n_blocks) - k->error + cell / KVT_SUB] +
+            norm_of(off.data() + at, geo.d_k);
+        carried.insert(carried.end(), (size_t) n_blocks + 1, error * stretch);
     }
-    add_rounding(fmt, (const uint8_t *) after, x.data(), x.size(), more.data());
+    if (!turned) { add_rounding(fmt, (const uint8_t *) after, x.data(), x.size(), more.data()); }
     kvt_page_put_row(&k->layout, k->data, KVT_PART_K, (int32_t) cell, fmt, after);
-    note_cell(k, cell, { x.data(), more.data(), carried.data() });
+    note_cell(k, cell, { made, turned ? NULL : more.data(), carried.data() });
 }
 
 void kvt_keys_doubt(struct kvt_keys * k, size_t cell) {
     for (int32_t h = 0; h < k->layout.geo.n_head_kv; h++) {
-        for (int32_t b = 0; b < n_blocks_of(k->layout); b++) {
+        for (int32_t b = 0; b <= n_blocks_of(k->layout); b++) {
             ((float *) kvt_keys_errors(k, h, b))[cell / KVT_SUB] = INFINITY;
         }
     }

@@ -19,7 +19,7 @@ struct kvt_keys {
     uint8_t * data;                // [n_head_kv][n_cells/32] subs
     size_t data_bytes;
     size_t n_bytes; // reserved, with what follows
-    float * error;  // [n_head_kv][ceil(d_k/32)][ld_error]: see kvt_keys_errors
+    float * error;  // [n_head_kv][ceil(d_k/32) + 1][ld_error]: see kvt_keys_errors
     size_t ld_error;
     float * row; // a cell's [n_head_kv*d_k], as it is stored
 };
@@ -44,19 +44,21 @@ void kvt_keys_put_row(struct kvt_keys * k, size_t cell, enum kvt_format fmt, con
 // The same from a cell of other keys, or of these, with as many channels in all: with what was noted there.
 void kvt_keys_copy(struct kvt_keys * k, size_t cell, const struct kvt_keys * from, size_t from_cell);
 // The same from what an operation in place, such as a shift of positions, has made of the cell: of `before`, the row of
-// fmt that it was read as, `after`, in which every head is turned and perhaps stretched. `noted`: a copy of k->error
-// from before the operation's first change.
+// fmt that it was read as, `after`, in which every head is turned and perhaps stretched. What is added to the error is
+// measured where `turned` is given, [n_head_kv*d_k]: `after` as it was before it was rounded to fmt. NULL: not known,
+// the most that rounding can have done is assumed. `noted`: a copy of k->error from before the operation's first change.
 void kvt_keys_change(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * before, const void * after,
-    const float * noted);
+    const float * turned, const float * noted);
 // after a cell was written: nothing is known of how it had been rounded
 void kvt_keys_doubt(struct kvt_keys * k, size_t cell);
 
 // By sub: how far, at most, a stored key lies from what it was, in 32 channels (Euclidean), with what rounding a query
 // to 16 bits and single precision amount to on top. The product of a query with a key of the sub, over these channels,
-// is off by at most this much times the query's norm. It grows as cells are written (INFINITY: nothing is known), and
-// starts again when the keys are cleared. Groups of 32 subs can be read, to the end of the last one.
+// is off by at most this much times the query's norm. Block ceil(d_k/32) has the same of all channels together: a turn
+// takes errors from block to block, but makes none longer. It grows as cells are written (INFINITY: nothing is known),
+// and starts again when the keys are cleared. Groups of 32 subs can be read, to the end of the last one.
 static inline const float * kvt_keys_errors(const struct kvt_keys * k, int32_t head, int32_t block) {
-    return k->error + (size_t) (head * ((k->layout.geo.d_k + 31) / 32) + block) * k->ld_error;
+    return k->error + (size_t) (head * ((k->layout.geo.d_k + 31) / 32 + 1) + block) * k->ld_error;
 }
 
 #ifdef __cplusplus

@@ -282,9 +282,8 @@ def bounded_bytes(shape: ModelShape, request: PlanRequest) -> BoundedBytes | Non
         n_subs = n_pages * request.page_tokens // SUB_PAGE_TOKENS
         n_groups = -(-n_subs // SUB_PAGE_TOKENS)
         keys = layer.n_head_kv * _up(n_subs * SUB_PAGE_TOKENS * k, KEY_ALIGN_BYTES) + KEY_SLACK_BYTES
-        errors = (
-            4 * layer.n_head_kv * (-(-layer.d_k // 32) * (n_subs // SUB_PAGE_TOKENS + 2) * SUB_PAGE_TOKENS + layer.d_k)
-        )
+        n_errors = (-(-layer.d_k // 32) + 1) * (n_subs // SUB_PAGE_TOKENS + 2) * SUB_PAGE_TOKENS
+        errors = 4 * layer.n_head_kv * (n_errors + layer.d_k)
         means = layer.n_head_kv * _up((n_groups + 1) * SUB_PAGE_TOKENS * v, HEAD_ALIGN_BYTES) + n_subs
         always += keys + errors + means
         pages += n_pages * layer.n_head_kv * _up(request.page_tokens * v, HEAD_ALIGN_BYTES)

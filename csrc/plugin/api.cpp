@@ -118,7 +118,7 @@ int kvt_domain_open(const char * settings, kvt_domain ** out) {
 void kvt_domain_close(kvt_domain * dom) {
     if (!dom) { return; }
     guarded([&] {
-        dom->state->disarm(); // caches may outlive the handle, but not what the callbacks use
+        dom->state->offload.disarm(); // caches may outlive the handle, but not what the callbacks use
         return KVT_OK;
     });
     delete dom;
@@ -138,7 +138,7 @@ int kvt_domain_figures(kvt_domain * dom, kvt_figures * out) {
 int kvt_domain_n_layers(kvt_domain * dom, uint32_t * out) {
     if (is_null(dom, "dom") || is_null(out, "out")) { return KVT_ERR_INVALID; }
     return guarded([&] {
-        *out = (uint32_t) dom->state->n_layers();
+        *out = (uint32_t) dom->state->layers.size();
         return KVT_OK;
     });
 }
@@ -151,13 +151,13 @@ int kvt_domain_layer(kvt_domain * dom, uint32_t index, kvt_layer_figures * out) 
 int kvt_domain_pages(kvt_domain * dom, uint32_t index, uint32_t array, size_t n_max, uint8_t * tier, uint8_t * fmt_k,
     uint8_t * fmt_v, uint64_t * last_use) {
     if (is_null(dom, "dom")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->pages(index, array, n_max, tier, fmt_k, fmt_v, last_use); });
+    return guarded([&] { return dom->state->placement.pages(index, array, n_max, tier, fmt_k, fmt_v, last_use); });
 }
 
 int kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size) {
     if (is_null(dom, "dom") || is_null(buf, "buf") || size == 0) { return KVT_ERR_INVALID; }
     return guarded([&] {
-        const std::string text = dom->state->last_error();
+        const std::string text = dom->state->failures.text();
         const size_t n = text.size() < size - 1 ? text.size() : size - 1;
         memcpy(buf, text.data(), n);
         buf[n] = '\0';
@@ -166,33 +166,33 @@ int kvt_domain_last_error(kvt_domain * dom, char * buf, size_t size) {
 }
 
 int kvt_domain_last_code(kvt_domain * dom) {
-    return is_null(dom, "dom") ? (int) KVT_ERR_INVALID : guarded([&] { return dom->state->last_code(); });
+    return is_null(dom, "dom") ? (int) KVT_ERR_INVALID : guarded([&] { return dom->state->failures.code(); });
 }
 
 int kvt_domain_set_offload(kvt_domain * dom, kvt_offload_fn on_leave, kvt_offload_fn on_return, void * user) {
     if (is_null(dom, "dom")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->set_offload(on_leave, on_return, user); });
+    return guarded([&] { return dom->state->offload.set(on_leave, on_return, user); });
 }
 
 int kvt_domain_move(kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int to_tier, size_t * n_done) {
     if (is_null(dom, "dom") || is_null(pages, "pages")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->move(array, pages, n, to_tier, n_done); });
+    return guarded([&] { return dom->state->placement.move(array, pages, n, to_tier, n_done); });
 }
 
 int kvt_domain_set_keep(kvt_domain * dom, uint32_t array, const float * scores, size_t n) {
     if (is_null(dom, "dom") || is_null(scores, "scores")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->set_keep(array, scores, n); });
+    return guarded([&] { return dom->state->placement.set_keep(array, scores, n); });
 }
 
 int kvt_domain_read_page(kvt_domain * dom, uint32_t array, uint32_t page, int part, float * out, size_t n) {
     if (is_null(dom, "dom") || is_null(out, "out")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->read_page(array, page, part, out, n); });
+    return guarded([&] { return dom->state->placement.read_page(array, page, part, out, n); });
 }
 
 int kvt_domain_reencode(
     kvt_domain * dom, uint32_t array, const uint32_t * pages, size_t n, int fmt_k, int fmt_v, size_t * n_done) {
     if (is_null(dom, "dom") || is_null(pages, "pages")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->reencode(array, pages, n, fmt_k, fmt_v, n_done); });
+    return guarded([&] { return dom->state->placement.reencode(array, pages, n, fmt_k, fmt_v, n_done); });
 }
 
 int kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes) {
@@ -202,17 +202,17 @@ int kvt_domain_set_host_budget(kvt_domain * dom, uint64_t n_bytes) {
 
 int kvt_domain_reserve(kvt_domain * dom, uint64_t n_bytes) {
     if (is_null(dom, "dom")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->reserve(n_bytes); });
+    return guarded([&] { return dom->state->summaries.reserve(n_bytes); });
 }
 
 int kvt_domain_set_summary(kvt_domain * dom, uint32_t array, const kvt_summary * summary) {
     if (is_null(dom, "dom")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->set_summary(array, summary); });
+    return guarded([&] { return dom->state->summaries.set(array, summary); });
 }
 
 int kvt_domain_summary_mass(kvt_domain * dom, uint32_t array, float * out, size_t n_max) {
     if (is_null(dom, "dom") || is_null(out, "out")) { return KVT_ERR_INVALID; }
-    return guarded([&] { return dom->state->summary_mass(array, out, n_max); });
+    return guarded([&] { return dom->state->summaries.mass(array, out, n_max); });
 }
 
 int kvt_domain_compact(kvt_domain * dom) {

@@ -119,7 +119,7 @@ bool kvt_cache_propose(kvt_root * k, kvt_root * v, int64_t n_head_kv, int64_t d_
 // is enough for every layer of this cache.
 static std::string with_all_layers(const kvt_buffer * buffer, const kvt_array_params& p) {
     const size_t n_layers = buffer->layers.size();
-    const uint64_t least = buffer->domain->least_host(p, n_layers);
+    const uint64_t least = kvt_layer_least_host(buffer->domain->store(), buffer->domain->settings(), p, n_layers);
     const std::string text = kvt_fail_text();
     return least == 0 ? text
                       : text + "; all " + std::to_string(n_layers) + " layers of this cache need " +
@@ -139,9 +139,10 @@ static int make_layer(kvt_cache_layer * cache) {
     p.layer = root->layer;
     p.n_streams = (uint32_t) root->n_streams;
     p.cells_per_stream = (uint32_t) root->n_cells;
-    dom->choose_formats(p.geo, cache->k ? cache->k->nominal : -1, cache->v ? cache->v->nominal : -1, &p);
+    kvt_layer_choose_formats(
+        dom->settings(), p.geo, cache->k ? cache->k->nominal : -1, cache->v ? cache->v->nominal : -1, &p);
     const int rc = dom->add_layer(p, root->buffer, &cache->layer);
-    return rc == KVT_ERR_BUDGET ? dom->fail(rc, with_all_layers(root->buffer, p).c_str()) : rc;
+    return rc == KVT_ERR_BUDGET ? dom->failures.fail(rc, with_all_layers(root->buffer, p).c_str()) : rc;
 }
 
 int kvt_cache_open(kvt_cache_layer * cache, kvt_layer ** out) {
@@ -203,7 +204,9 @@ template <typename F> static int guarded(kvt_root * root, F access) {
     int rc;
     try {
         rc = access();
-    } catch (const std::bad_alloc&) { rc = root->buffer->domain->fail(KVT_ERR_NOMEM, "byte access to the cache"); }
+    } catch (const std::bad_alloc&) {
+        rc = root->buffer->domain->failures.fail(KVT_ERR_NOMEM, "byte access to the cache");
+    }
     if (rc != KVT_OK) {
         kvt_log_error("kvtier: %s: %s\n", kvt_error_name(rc), kvt_fail_text());
         root->buffer->pending = rc;

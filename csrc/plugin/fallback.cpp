@@ -185,7 +185,7 @@ int kvt_fallback::compute(ggml_tensor * node) {
             g.root, g.first, g.last - g.first, g.bytes.data(), true); // what is lost is zeros, and stays so
         if (rc != KVT_OK) { return rc; }
         g.before = g.bytes;
-        g.root->buffer->domain->n_fallback++;
+        g.root->buffer->domain->counts.n_fallback++;
     }
     ggml_tensor srcs[GGML_MAX_SRC];
     ggml_tensor copy = *node;

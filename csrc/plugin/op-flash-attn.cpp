@@ -124,11 +124,11 @@ int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_laye
 void kvt_flash_attn::account(kvt_domain_state * dom) {
     kvt_attention_stats now;
     kvt_attention_get_stats(m_attention, &now);
-    dom->n_attention++;
-    dom->k_bytes += now.k_bytes - m_seen.k_bytes;
-    dom->v_bytes += now.v_bytes - m_seen.v_bytes;
-    dom->pages_read += now.pages_read - m_seen.pages_read;
-    dom->pages_skipped += now.pages_skipped - m_seen.pages_skipped;
+    dom->counts.n_attention++;
+    dom->counts.k_bytes += now.k_bytes - m_seen.k_bytes;
+    dom->counts.v_bytes += now.v_bytes - m_seen.v_bytes;
+    dom->counts.pages_read += now.pages_read - m_seen.pages_read;
+    dom->counts.pages_skipped += now.pages_skipped - m_seen.pages_skipped;
     m_seen = now;
 }
 
@@ -159,17 +159,17 @@ int kvt_flash_attn::run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root 
     a->source = &layer->source;
     a->keys = layer->keys;
     a->recall = layer->keys ? &recall : nullptr;
-    const std::shared_ptr<kvt_summary_set> summary = dom->summary_of(layer); // stays while it is read
-    a->summary = k->ne[3] == 1 ? summary.get() : nullptr;                    // several streams: no telling whose it is
+    const std::shared_ptr<kvt_summary_set> summary = dom->summaries.of(layer); // stays while it is read
+    a->summary = k->ne[3] == 1 ? summary.get() : nullptr; // several streams: no telling whose it is
     std::vector<uint32_t> seen;
     rc = run_streams(
         op, a, layer, dom->has_disk() ? &seen : nullptr, (uint32_t) k_stream * per_stream, per_stream * n_between);
-    if (rc != KVT_OK) { return dom->fail(rc, "attention could not read the cache"); }
+    if (rc != KVT_OK) { return dom->failures.fail(rc, "attention could not read the cache"); }
     account(dom);
-    if (report.n_rows > 0) { dom->report(layer, report); }
+    if (report.n_rows > 0) { dom->counts.report(layer, report); }
     if (dom->has_disk()) {
-        dom->remember(layer, std::move(seen));
-        dom->read_ahead(layer);
+        dom->layers.remember(layer, std::move(seen));
+        dom->layers.read_ahead(layer);
     }
     return KVT_OK;
 }

@@ -113,7 +113,7 @@ void put_row(const kvt_root * root, const held_page& page, int32_t cell, const v
 }
 
 int fail(const kvt_root * root, int rc, const char * what) {
-    return rc == KVT_OK ? KVT_OK : root->buffer->domain->fail(rc, what);
+    return rc == KVT_OK ? KVT_OK : root->buffer->domain->failures.fail(rc, what);
 }
 
 // Walks the rows that [off, off + size) touches, page by page. fn(page, cell, row_off, n_bytes, done) handles one row's

@@ -128,6 +128,27 @@ def test_shift_of_wide_pages_under_a_quantized_name(smollm2_path: Path) -> None:
         assert ours.domain.figures().tiers["host"].bytes_by_format["f16"] > 0
 
 
+@pytest.mark.parametrize("type_k", ["q8_0", "f16"])
+def test_shifted_positions_leave_a_bound_that_says_something(smollm2_path: Path, type_k: str) -> None:
+    """What is left out stays what it was, and so does what bounds it: a shift adds what it really rounds, once."""
+    with open_context(smollm2_path, ours=True, settings="fidelity=bounded:0.07\n", type_k=type_k) as c:
+        assert c.domain is not None
+        tokens = c.tokenize(source_text(), 600)
+        c.feed(tokens[:500])
+        n, bounds = 500, []
+        for i in range(4):
+            before = c.domain.figures()
+            for token in tokens[500 + 8 * i : 508 + 8 * i]:
+                c.feed([token], first=n)
+                n += 1
+            after = c.domain.figures()
+            bounds.append((after.bound_sum - before.bound_sum) / (after.recall_rows - before.recall_rows))
+            assert llama_cpp.llama_memory_seq_rm(c.memory, 0, 4, 20)
+            llama_cpp.llama_memory_seq_add(c.memory, 0, 20, -1, -16)
+            n -= 16
+        assert bounds[3] < 3.5 * bounds[0], bounds
+
+
 def test_a_copied_stream_takes_only_the_pages_it_has(smollm2_path: Path) -> None:
     """llama.cpp copies a stream as a whole, also the cells that were never written."""
     with open_context(smollm2_path, ours=True, n_seq_max=2, n_ctx=8192) as c:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the C++ tests in build/ whose programs are not, byte for byte, those that passed last time. The programs
-# contain all
-# that they test, so one that did not change cannot answer otherwise. Copies of what passed are kept in build/passed.
+# contain all that they test, so one that did not change cannot answer otherwise. Copies of what passed are kept in
+# build/passed.
 # usage: scripts/test-changed.sh [--all] [JOBS]
 
 set -eu

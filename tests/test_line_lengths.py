@@ -11,7 +11,7 @@ MOST = 120
 TEXTS = sorted(p for folder in (ROOT, ROOT / "docs") for p in folder.glob("*.md"))
 SOURCES = sorted(
     path
-    for folder in ("src", "tests", "scripts", "cmake")
+    for folder in ("src", "csrc", "tests", "scripts", "cmake")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".cpp", ".h", ".c", ".sh", ".cmake")
 )

@@ -2,9 +2,9 @@
 // order, by one thread, which keeps a running softmax of all rows of all heads for each segment; the segments' results
 // are joined at the end, in order.
 //
-// What is added to what, and in which order, depends on the positions of the cells that a row sees: not on the number of
-// threads, nor on which thread took which piece, nor on the tier a page was on, nor on the rows beside it. Prefill does
-// the same sums, so a token's attention has the same bits however it is computed.
+// What is added to what, and in which order, depends on the positions of the cells that a row sees: not on the number
+// of threads, nor on which thread took which piece, nor on the tier a page was on, nor on the rows beside it. Prefill
+// does the same sums, so a token's attention has the same bits however it is computed.
 
 #include "summary-impl.h"
 

@@ -24,20 +24,34 @@ static constexpr int width_of(int n_rows, int most) {
 enum { SUB_VECS = KVT_SUB / VW, MAX_ROWS = V_MAX_ACC >= 24 ? 12 : V_MAX_ACC >= 12 ? 6 : 4 };
 
 // calls F<R>::run(args...) for the compile-time R equal to n
-#define KVT_DISPATCH_ROWS(n, CALL)                                                                                     \
-    switch (n) {                                                                                                       \
-        case 1: CALL(1); break;                                                                                        \
-        case 2: CALL(2); break;                                                                                        \
-        case 3: CALL(3); break;                                                                                        \
-        case 4: CALL(4); break;                                                                                        \
-        case 5: CALL(min_i(5, MAX_ROWS)); break;                                                                       \
-        case 6: CALL(min_i(6, MAX_ROWS)); break;                                                                       \
-        case 7: CALL(min_i(7, MAX_ROWS)); break;                                                                       \
-        case 8: CALL(min_i(8, MAX_ROWS)); break;                                                                       \
-        case 9: CALL(min_i(9, MAX_ROWS)); break;                                                                       \
-        case 10: CALL(min_i(10, MAX_ROWS)); break;                                                                     \
-        case 11: CALL(min_i(11, MAX_ROWS)); break;                                                                     \
-        default: CALL(min_i(12, MAX_ROWS)); break;                                                                     \
+// How many of n rows a call takes: any number of them gives the same bits, so there are no more than pay. A tile meets
+// groups of MAX_ROWS rows, and once some that are left over.
+template <bool TILE> static inline int rows_of_call(int n) {
+    if (n >= MAX_ROWS) return MAX_ROWS;
+    return TILE ? (n >= 4 ? 4 : n >= 2 ? 2 : 1) : min_i(n, 8);
+}
+
+// CALL(R) for the compile-time R equal to n, an answer of rows_of_call
+#define KVT_DISPATCH_ROWS(TILE, n, CALL)                                                                               \
+    if constexpr (TILE) {                                                                                              \
+        switch (n) {                                                                                                   \
+            case 1: CALL(1); break;                                                                                    \
+            case 2: CALL(2); break;                                                                                    \
+            case 4: CALL(4); break;                                                                                    \
+            default: CALL(MAX_ROWS); break;                                                                            \
+        }                                                                                                              \
+    } else {                                                                                                           \
+        switch (n) {                                                                                                   \
+            case 1: CALL(1); break;                                                                                    \
+            case 2: CALL(2); break;                                                                                    \
+            case 3: CALL(3); break;                                                                                    \
+            case 4: CALL(4); break;                                                                                    \
+            case 5: CALL(min_i(5, MAX_ROWS)); break;                                                                   \
+            case 6: CALL(min_i(6, MAX_ROWS)); break;                                                                   \
+            case 7: CALL(min_i(7, MAX_ROWS)); break;                                                                   \
+            case 8: CALL(min_i(8, MAX_ROWS)); break;                                                                   \
+            default: CALL(MAX_ROWS); break;                                                                            \
+        }                                                                                                              \
     }
 
 struct load_f32 {

@@ -142,9 +142,9 @@ static void accumulate_some_float(
     uint8_t tokens[KVT_SUB];
     const int n_tokens = list_bits(picked, tokens);
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<false>(n_rows - r);
 #define CALL(R) some_float_rows<LD, R>(p + r * ld, ld, tokens, n_tokens, v, d_v_pad, o + (size_t) r * d_v_pad)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(false, n, CALL)
 #undef CALL
         r += n;
     }
@@ -206,9 +206,9 @@ static void accumulate_some_quant(
     uint8_t tokens[KVT_SUB];
     const int n_tokens = list_bits(picked, tokens);
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<false>(n_rows - r);
 #define CALL(R) some_quant_rows<Q, R>(p + r * ld, ld, tokens, n_tokens, v, d_v_pad, o + (size_t) r * d_v_pad)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(false, n, CALL)
 #undef CALL
         r += n;
     }

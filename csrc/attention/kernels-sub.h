@@ -4,7 +4,8 @@
 //
 // The bits of a row do not depend on the rows beside it. A score is one chain of multiply-adds over the channels, first
 // to last (quantized keys: exact integer sums of a block of 32 channels, then one chain over the blocks); an output
-// channel is one chain over the tokens of the sub, first to last. How many rows and vectors are in flight changes nothing.
+// channel is one chain over the tokens of the sub, first to last. How many rows and vectors are in flight changes
+// nothing.
 
 // ---- scores ----
 
@@ -36,9 +37,9 @@ static void scores_float(
     const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
     const typename LD::elem * k = (const typename LD::elem *) k_sub;
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<LD::TILE != 0>(n_rows - r);
 #define CALL(R) scores_float_rows<LD, R>(q, r0 + r, k, s + r * ld, ld, next)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(LD::TILE != 0, n, CALL)
 #undef CALL
         r += n;
     }
@@ -132,9 +133,9 @@ static void scores_quant(
     const struct kvt_q_rows * q, int r0, int n_rows, const void * k_sub, float * s, size_t ld, const char * next) {
     const uint8_t * k = (const uint8_t *) k_sub;
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<Q::TILE != 0>(n_rows - r);
 #define CALL(R) scores_quant_rows<Q, R>(q, r0 + r, k, s + r * ld, ld, next)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(Q::TILE != 0, n, CALL)
 #undef CALL
         r += n;
     }
@@ -185,9 +186,9 @@ static void accumulate_float(
     const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
     const typename LD::elem * v = (const typename LD::elem *) v_sub;
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<LD::TILE != 0>(n_rows - r);
 #define CALL(R) accumulate_float_rows<LD, R>(p + r * ld, ld, d_v_pad, v, o + (size_t) r * d_v_pad, next)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(LD::TILE != 0, n, CALL)
 #undef CALL
         r += n;
     }
@@ -268,9 +269,9 @@ static void accumulate_quant(
     const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next) {
     const uint8_t * v = (const uint8_t *) v_sub;
     for (int r = 0; r < n_rows;) {
-        const int n = min_i(n_rows - r, MAX_ROWS);
+        const int n = rows_of_call<Q::TILE != 0>(n_rows - r);
 #define CALL(R) accumulate_quant_rows<Q, R>(p + r * ld, ld, d_v_pad, v, o + (size_t) r * d_v_pad, next)
-        KVT_DISPATCH_ROWS(n, CALL)
+        KVT_DISPATCH_ROWS(Q::TILE != 0, n, CALL)
 #undef CALL
         r += n;
     }

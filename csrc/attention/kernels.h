@@ -46,8 +46,8 @@ struct kvt_kernels {
     void (*accumulate[KVT_FORMAT_COUNT])(
         const float * p, size_t ld, int n_rows, int d_v_pad, const void * v_sub, float * o, const char * next);
 
-    // A tile is a sub unpacked for many rows: kvt_tile_k_floats and kvt_tile_v_floats of them. Scores and sums over it are
-    // those over the sub, bit for bit.
+    // A tile is a sub unpacked for many rows: kvt_tile_k_floats and kvt_tile_v_floats of them. Scores and sums over it
+    // are those over the sub, bit for bit.
     void (*scores_tile[KVT_FORMAT_COUNT])(
         const struct kvt_q_rows * q, int r0, int n_rows, const void * k_tile, float * s, size_t ld, const char * next);
     void (*accumulate_tile[KVT_FORMAT_COUNT])(

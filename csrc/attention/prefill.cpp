@@ -1,8 +1,8 @@
 // Prefill: many rows. Tasks are (KV head, block of rows), and where those are few also (piece of the visible pages). A
-// task goes through the pages in order, some subs at a time, which meet the block's groups of rows while they are in the
-// processor's caches: with the kernels of decode, so that a row gets the same bits. Where every page is resident this is
-// done in one go; else in chunks of pages, those that have to be read copied into memory of ours, so that no thread ever
-// holds more than one page of the store while it waits for another.
+// task goes through the pages in order, some subs at a time, which meet the block's groups of rows while they are in
+// the processor's caches: with the kernels of decode, so that a row gets the same bits. Where every page is resident
+// this is done in one go; else in chunks of pages, those that have to be read copied into memory of ours, so that no
+// thread ever holds more than one page of the store while it waits for another.
 //
 // A row's running softmax begins anew with each segment (segments.h). A task that sees all pages joins the segment that
 // has ended with those before it at once; tasks of pieces leave a state for each segment, joined at the end.
@@ -380,7 +380,8 @@ static void finish_rows(void * arg, int ith, int nth) {
     }
 }
 
-// Blocks as large as leaves every thread enough of them; where even small ones are few, pieces. None of it changes a bit.
+// Blocks as large as leaves every thread enough of them; where even small ones are few, pieces. None of it changes a
+// bit.
 static int cut_tasks(struct prefill * p) {
     struct kvt_job * j = p->j;
     const size_t n_heads = (size_t) j->op->geo.n_head_kv, n_threads = (size_t) j->n_threads;

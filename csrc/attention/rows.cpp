@@ -1,4 +1,5 @@
-// What decode and prefill do to rows, in the same words: a sub's scores become weights, segments are joined, a row ends.
+// What decode and prefill do to rows, in the same words: a sub's scores become weights, segments are joined, a row
+// ends.
 
 #include "attention-impl.h"
 

@@ -8,7 +8,8 @@ build=${1:-$(mktemp -d)}
 mkdir -p "$build"
 cxx=${CXX_AARCH64:-aarch64-linux-gnu-g++}
 for tool in "$cxx" qemu-aarch64; do
-    command -v "$tool" >/dev/null || { echo "run-neon.sh: $tool is missing: install g++-aarch64-linux-gnu and qemu-user" >&2; exit 77; }
+    command -v "$tool" >/dev/null || \
+        { echo "run-neon.sh: $tool is missing: install g++-aarch64-linux-gnu and qemu-user" >&2; exit 77; }
 done
 attention=$(ls "$csrc"/attention/*.cpp | grep -v -e kernels-avx)
 for test in test-attention test-recall; do

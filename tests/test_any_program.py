@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,14 @@ assert "kvtier" not in sys.modules
 """
 
 
-def run(model: Path, config: str) -> subprocess.CompletedProcess[str]:
+# The same with more tokens than the budget holds: what llama-server answers with "Compute error."
+TOO_MUCH = PROGRAM.replace('llm("The capital of France is"', 'llm("sea " * 480')
+
+
+def run(model: Path, config: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "GGML_BACKEND_PATH": str(binding.library_path()), "KVTIER_CONFIG": config}
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(model)], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, str(model)], env=env, capture_output=True, text=True, check=False
     )
 
 
@@ -42,3 +47,13 @@ def test_a_bad_setting_is_an_error_with_its_name(smollm2_path: Path) -> None:
     result = run(smollm2_path, "host=much")
     assert result.returncode == 1  # an exception of llama_cpp, no abort
     assert "setting 'host': 'much' is not a number of bytes" in result.stderr
+
+
+def test_a_failed_step_is_explained_in_the_log_as_the_docs_say(smollm2_path: Path) -> None:
+    result = run(smollm2_path, "host=6MiB", TOO_MUCH)
+    assert result.returncode == 1 and "llama_decode returned -3" in result.stderr
+    text = (Path(__file__).parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^    (kvtier: .*)", text, re.MULTILINE)
+    for line in (shown, "graph_compute: ggml_backend_sched_graph_compute_async failed"):
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(line)).replace(r"\.\.\.", ".+")
+        assert re.search(pattern, result.stderr), (pattern, result.stderr)

@@ -89,6 +89,10 @@ class SettingsError(UsageError, ValueError):
     """A setting has a value that cannot be used: names the setting, the value and what is allowed."""
 
 
+class ArgumentWarning(UserWarning):
+    """An argument of `kvtier.Llama` has no effect there; says what is done instead."""
+
+
 class ContextLengthError(KvtierError, ValueError, exit_code=4):
     """A prompt does not fit the context. `n_tokens` is what was asked for, `n_ctx` what there is."""
 
@@ -153,6 +157,10 @@ class NativeError(KvtierError, RuntimeError):
 
 
 NATIVE_ERRORS: Final[dict[int, type[NativeError]]] = {}  # by code: the classes below enter themselves
+
+
+class ClosedError(NativeError):
+    """A model, or its cache, tokenizer, generator, was used after it had been closed."""
 
 
 class AgainError(NativeError, code=-1):

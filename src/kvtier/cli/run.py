@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ChatTemplateError, ContextLengthError, KvtierError, OutputError, UsageError
+from ..errors import ContextLengthError, KvtierError, OutputError, UsageError
 from ..settings import KVSettings
 from . import ui
 from .options import (
@@ -184,6 +184,10 @@ class _Job:
 )
 @not_ours("-ngl", "--gpu-layers", "--n-gpu-layers", why="the caches of all layers are always kvtier's")
 @not_ours("-fa", "--flash-attn", why="flash attention is always on")
+@not_ours("-nkvo", "--no-kv-offload", why="the caches of all layers are always kvtier's")
+@not_ours("-sm", "--split-mode", why="there is one device, kvtier's")
+@not_ours("-ts", "--tensor-split", why="there is one device, kvtier's")
+@not_ours("-mg", "--main-gpu", why="there is one device, kvtier's")
 @option(
     "--live",
     is_flag=True,
@@ -337,8 +341,6 @@ def _sampling(options: dict[str, Any], in_chat: bool) -> Sampling:
 
 
 def _load(job: _Job) -> Llama:
-    import jinja2
-
     from ..engine.llama import Llama
     from ..native import runtime
 
@@ -346,28 +348,22 @@ def _load(job: _Job) -> Llama:
     ui.show_log_of("kvtier.engine.pace")
     ui.show_log_of("kvtier.placement")
     ui.show_log_of("kvtier.policies", verbose=job.verbose)
-    try:
-        return Llama(
-            str(job.path),
-            n_ctx=job.n_ctx,
-            n_batch=job.n_batch,
-            n_ubatch=job.n_ubatch,
-            n_threads=job.n_threads,
-            n_threads_batch=job.n_threads,
-            type_k=job.type_k,
-            type_v=job.type_v,
-            kv_settings=job.settings,
-            policy=job.policy,
-            swa_full=job.swa_full,
-            same_bits=job.same_bits,
-            verbose=job.verbose,
-            **job.rope,
-        )
-    except jinja2.TemplateError as err:  # llama_cpp.Llama compiles the templates of the file, used or not
-        raise ChatTemplateError(
-            f"{job.path}: the chat template in the file (tokenizer.chat_template) cannot be used: {err}",
-            "Take another copy of the model, or give this one a sound template (gguf-new-metadata --chat-template).",
-        ) from None
+    return Llama(
+        str(job.path),
+        n_ctx=job.n_ctx,
+        n_batch=job.n_batch,
+        n_ubatch=job.n_ubatch,
+        n_threads=job.n_threads,
+        n_threads_batch=job.n_threads,
+        type_k=job.type_k,
+        type_v=job.type_v,
+        kv_settings=job.settings,
+        policy=job.policy,
+        swa_full=job.swa_full,
+        same_bits=job.same_bits,
+        verbose=job.verbose,
+        **job.rope,
+    )
 
 
 def _complete(job: _Job, text: str, chat: bool, sampling: Sampling, stop: StopFlag, as_json: bool, live: bool) -> int:

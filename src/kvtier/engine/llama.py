@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import jinja2
 import llama_cpp
 import llama_cpp.llama_cpp as api
 import numpy as np
 
 from ..errors import (
-    CancelledError,
+    ChatTemplateError,
     ContextLengthError,
     DirectoryError,
     KvtierError,
-    LlamaError,
+    OutOfMemoryError,
     SettingsError,
     UnsupportedError,
     from_code,
@@ -28,8 +28,8 @@ from ..lossy.batch import fitting_batch
 from ..lossy.memory import LossyEngine, make_room
 from ..lossy.settings import MemorySettings, memory_for
 from ..machine.processors import Processors
-from ..model import gguf
-from ..model.cachetypes import GGML_TYPES, cache_types
+from ..model import files, gguf
+from ..model.cachetypes import GGML_TYPES, cache_types, type_name
 from ..model.shape import shape_of
 from ..native import binding, runtime
 from ..native.kv import CacheLease, KVCache
@@ -38,17 +38,26 @@ from ..policies.base import Policy
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy
 from ..settings import KVSettings
-from . import samebits
+from . import arguments, closed, samebits
+from .decode import Decode
+from .guards import GuardedLlama, GuardedModel
 from .pace import Pace, ThreadFigures
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DEFAULT_BATCH = 512  # tokens, llama_cpp's own default
-_NO_SLOT, _ABORTED = 1, 2  # what llama_decode answers when the context is full, and when it was stopped
+# what no argument changes: all caches on our device, which is the only one, and our attention
+_ALWAYS: Final = {
+    "n_gpu_layers": -1,
+    "split_mode": api.LLAMA_SPLIT_MODE_LAYER,
+    "main_gpu": 0,
+    "tensor_split": None,
+    "flash_attn": True,
+    "offload_kqv": True,
+}
 
 
-class Llama(llama_cpp.Llama):
+class Llama(GuardedLlama):
     """A llama_cpp.Llama that keeps its KV cache in pages on RAM and disk.
 
     Takes the arguments of llama_cpp.Llama, and those below. Flash attention is always on, and the layers' caches always
@@ -82,8 +91,9 @@ class Llama(llama_cpp.Llama):
             this process may use, fewer while other programs keep them busy; `threads` says how many there are.
 
     Raises:
-        GgufError: the file is missing or no usable model.
-        SettingsError: an argument cannot be used.
+        GgufError: the model, or another file that an argument names, is missing or cannot be used.
+        SettingsError: an argument cannot be used (docs/arguments.md has the table of what becomes of each).
+        ChatTemplateError: the model's chat template cannot be compiled.
         SameBitsError: same_bits is asked for, and this model or build of llama.cpp cannot give them.
         NativeError: the tiers could not be set up (BudgetError, DirectoryError, ...).
         LlamaError: llama.cpp could not load the model or create the context; holds what it logged.
@@ -123,19 +133,22 @@ class Llama(llama_cpp.Llama):
             "fidelity": fidelity,
             "read_budget": kv_read_budget,
         }
-        asked = _type_name("type_k", type_k), _type_name("type_v", type_v)
+        arguments.check_names(kwargs, inspect.signature(Llama.__init__).parameters)
+        asked = type_name("type_k", type_k), type_name("type_v", type_v)
         settings = _merge(kv_settings, own).with_cache_types(*asked)
-        _check_arguments(kwargs)
+        kwargs = arguments.read_values(kwargs)
         if policy is None and settings.fidelity == "lossy":
             policy = LOSSY_DEFAULT
         chosen = create_policy(policy) if isinstance(policy, str) else _checked_policy(policy)
         memory = _memory(settings, chosen, kv_memory)
-        headers = gguf.read_model(model_path)  # llama.cpp must never see a damaged file
+        path = files.named_path("model_path", model_path)
+        headers = gguf.read_model(path)  # llama.cpp must never see a damaged file
+        header, kwargs = arguments.for_model(headers, kwargs)
         if same_bits:
             samebits.check_settings(settings)
-        nominal = cache_types(settings, headers[0], *asked)
+        nominal = cache_types(settings, header, *asked)
         if settings.fidelity == "lossy":
-            kwargs["n_batch"] = fitting_batch(shape_of(headers[0]), settings, kwargs.get("n_batch", DEFAULT_BATCH))
+            kwargs["n_batch"] = fitting_batch(shape_of(header), settings, kwargs["n_batch"])
 
         loaded = runtime.load()
         self._same_bits = same_bits
@@ -143,13 +156,13 @@ class Llama(llama_cpp.Llama):
         _make_dir(settings)
         domain = binding.Domain(settings.to_native())
         try:
-            self._load(loaded, domain, str(model_path), GGML_TYPES[nominal[0]], GGML_TYPES[nominal[1]], kwargs)
+            self._load(loaded, domain, path, GGML_TYPES[nominal[0]], GGML_TYPES[nominal[1]], kwargs)
         except BaseException:
             if "_stack" in self.__dict__:
                 self._stack.close()
             domain.close()
             raise
-        self._lease = CacheLease(_Free(self._stack, domain))
+        self._lease = CacheLease(_Free(self._stack, domain, (self._model, self._ctx, self._batch)))
         self._kv = KVCache(domain, self._lease, settings)
         self._policy, self._kv_memory = policy, kv_memory
         if memory is not None and self.context_params.swa_full and api.llama_model_n_swa(self._model.model) > 0:
@@ -171,7 +184,7 @@ class Llama(llama_cpp.Llama):
         kwargs: dict[str, Any],
     ) -> None:
         self._devices = runtime.device_array(loaded.device)
-        kwargs = {**kwargs, "n_gpu_layers": -1, "flash_attn": True, "offload_kqv": True}
+        kwargs = {**kwargs, **_ALWAYS}
         given = kwargs.get("n_threads") or None, kwargs.get("n_threads_batch") or None
         processors = Processors()
         kwargs["n_threads"], kwargs["n_threads_batch"] = (n or processors.limit for n in given)
@@ -183,6 +196,21 @@ class Llama(llama_cpp.Llama):
             raise
         except (ValueError, RuntimeError) as err:
             raise runtime.llama_error(str(err), domain) from err
+        except jinja2.TemplateError as err:  # the templates of the file are compiled, used or not
+            raise ChatTemplateError(
+                f"{model_path}: the chat template in the file (tokenizer.chat_template) cannot be used: {err}",
+                "Take another copy of the model, or give this one a sound template (gguf-new-metadata).",
+            ) from None
+        except MemoryError as err:
+            raise OutOfMemoryError(
+                f"the model cannot be made: {err or 'out of memory'}",
+                "Take a smaller context (n_ctx), a smaller n_batch or no logits_all, or close other programs.",
+            ) from err
+        if kwargs["lora_path"] is not None and not self._lora_adapter:  # llama_cpp goes on with a null pointer
+            raise runtime.llama_error(f"llama.cpp could not use the adapter {kwargs['lora_path']}", domain)
+        self._model.__class__ = GuardedModel
+        if kwargs.get("seed") == 0:  # llama_cpp.Llama takes it for "not given"
+            self.set_seed(0)
         if self.input_ids.shape[0] < self._n_ctx:  # llama.cpp rounds the context up
             self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
         # Every decode of llama_cpp goes through the context, whichever method of Llama starts it.
@@ -193,7 +221,7 @@ class Llama(llama_cpp.Llama):
 
         self._given_threads = given
         self._pace = Pace(set_threads, processors, *given)
-        self._ctx.decode = _Decode(context, domain, self._pace)  # type: ignore[method-assign]
+        self._ctx.decode = Decode(context, domain, self._pace)  # type: ignore[method-assign]
 
     @property
     def kv(self) -> KVCache:
@@ -237,19 +265,24 @@ class Llama(llama_cpp.Llama):
         return super().save_state()
 
     def close(self) -> None:
-        """Free the model, its cache and its disk tier's files; waits for arrays that still point into the cache."""
+        """Free the model, its cache and its disk tier's files; waits for arrays that still point into the cache.
+
+        Whatever is called after it raises ClosedError, except close() itself.
+        """
         placement: Placement | None = self.__dict__.get("_placement")
         if placement is not None:
             placement.stop()
         lease: CacheLease | None = self.__dict__.get("_lease")
         if lease is not None:
             lease.close()
+        closed.refuse_use(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),  # type: ignore[no-untyped-call]
             "n_threads": self._given_threads[0],
             "n_threads_batch": self._given_threads[1],
+            "op_offload": None,  # either way the same here
             "kv_settings": self._kv.settings,
             "policy": self._policy,
             "kv_memory": self._kv_memory,
@@ -264,51 +297,21 @@ class Llama(llama_cpp.Llama):
 
 
 class _Free:
-    """Frees a model, then its domain. Does not hold the model's Python object, so that dropping that one frees all."""
+    """Frees a model, then its domain. Does not hold the model's Python object, so that dropping that one frees all.
 
-    def __init__(self, stack: Any, domain: binding.Domain) -> None:
+    `parts` are the objects of llama_cpp that point to what is freed.
+    """
+
+    def __init__(self, stack: Any, domain: binding.Domain, parts: Sequence[object]) -> None:
         self._stack = stack
         self._domain = domain
+        self._parts = parts
 
     def __call__(self) -> None:
         self._stack.close()
         self._domain.close()
-
-
-class _Decode:
-    """LlamaContext.decode with typed errors."""
-
-    def __init__(self, context: Any, domain: binding.Domain, pace: Pace) -> None:
-        self._context = context
-        self._domain = domain
-        self._pace = pace
-        self.on_tokens: Callable[[Sequence[int]], None] | None = None  # told which tokens each successful call decoded
-        self.before: Callable[[int], None] | None = None  # told how many tokens the next call decodes
-
-    def __call__(self, batch: Any) -> None:
-        if self.before is not None:
-            self.before(int(batch.batch.n_tokens))
-        n_tokens = int(batch.batch.n_tokens)
-        self._pace.before(n_tokens)
-        code = api.llama_decode(self._context.ctx, batch.batch)
-        if code == 0:
-            self._pace.after(n_tokens)
-            if self.on_tokens is not None:
-                self.on_tokens(batch.batch.token[: batch.batch.n_tokens])
-            return
-        if code == _ABORTED:
-            raise CancelledError("the computation was stopped")
-        n_ctx = int(self._context.n_ctx())
-        if code == _NO_SLOT:
-            raise LlamaError(
-                f"no free place in the cache for {batch.batch.n_tokens} tokens: the context holds {n_ctx:,}",
-                "Take a larger context (n_ctx), or remove sequences that are no longer needed.",
-                runtime.log.problems(),
-            )
-        raise runtime.llama_error(
-            f"llama.cpp could not compute a batch of {batch.batch.n_tokens} tokens (llama_decode returned {code})",
-            self._domain,
-        )
+        for part in self._parts:
+            closed.refuse_access(part)
 
 
 def _checked_policy(policy: Policy | None) -> Policy | None:
@@ -374,37 +377,6 @@ def _merge(settings: KVSettings | None, own: dict[str, Any]) -> KVSettings:
             f"both kv_settings and {', '.join(given)} are given", "Put everything in kv_settings, or leave it out."
         )
     return settings
-
-
-def _type_name(argument: str, value: int | str | None) -> str | None:
-    """The name of a cache type that is also a storage format of ours; None if it was not given."""
-    if value is None:
-        return None
-    names = {number: name for name, number in GGML_TYPES.items()}
-    name = value.lower() if isinstance(value, str) else names.get(int(value))
-    if name not in GGML_TYPES:
-        raise SettingsError(
-            f"{argument} is {value!r}, which is not a type that the cache can have",
-            f"Take one of {', '.join(GGML_TYPES)}.",
-        )
-    return name
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    theirs, ours = (set(inspect.signature(cls.__init__).parameters) for cls in (llama_cpp.Llama, Llama))
-    unknown = sorted(set(kwargs) - theirs)
-    if unknown:  # llama_cpp.Llama ignores what it does not know: a budget would be gone without a word
-        near = [match for name in unknown for match in difflib.get_close_matches(name, theirs | ours, 1)]
-        hint = f"Did you mean {', '.join(near)}? " if near else ""
-        raise SettingsError(f"there is no argument {', '.join(unknown)}", f"{hint}help(kvtier.Llama) lists all.")
-    if kwargs.get("offload_kqv") is False:
-        raise SettingsError(
-            "offload_kqv is False, which would keep the cache away from the tiers",
-            "Leave it out, or use llama_cpp.Llama.",
-        )
-    n_ctx = kwargs.get("n_ctx", 512)
-    if not isinstance(n_ctx, int) or not 0 <= n_ctx < 1 << 31:
-        raise SettingsError(f"n_ctx is {n_ctx!r}", "Take a number of tokens, or 0 for what the model was trained for.")
 
 
 def _make_dir(settings: KVSettings) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from ..errors import SettingsError
 from ..formats import BY_NAME, WIDE_FORMATS
 from ..settings import KVSettings
 from .gguf import GgufHeader
@@ -20,6 +21,20 @@ AUTO: Final = "auto"
 GGML_TYPES: Final = {known.name: known.ggml_type for known in BY_NAME.values()}  # numbers in ggml's enum ggml_type
 _ROTATED_HEAD: Final = 64  # llama.cpp rotates heads whose size is a multiple of it
 _WIDE: Final = "f16"
+
+
+def type_name(argument: str, value: int | str | None) -> str | None:
+    """The name of a cache type that is also a storage format of ours; None if it was not given."""
+    if value is None:
+        return None
+    names = {number: name for name, number in GGML_TYPES.items()}
+    name = value.lower() if isinstance(value, str) else names.get(int(value))
+    if name not in GGML_TYPES:
+        raise SettingsError(
+            f"{argument} is {value!r}, which is not a type that the cache can have",
+            f"Take one of {', '.join(GGML_TYPES)}.",
+        )
+    return name
 
 
 def cache_types(settings: KVSettings, header: GgufHeader, type_k: str | None, type_v: str | None) -> tuple[str, str]:

@@ -139,7 +139,8 @@ class TensorInfo:
 class GgufHeader:
     """What the header of one GGUF file says.
 
-    `data_off_bytes` is where the tensors' data starts, `file_bytes` the size of the file.
+    `data_off_bytes` is where the tensors' data starts, `file_bytes` the size of the file. `wide_floats` are the keys
+    whose number has 64 bits: llama.cpp ends the process over one where it expects 32.
     """
 
     path: Path
@@ -149,6 +150,7 @@ class GgufHeader:
     alignment: int
     data_off_bytes: int
     file_bytes: int
+    wide_floats: frozenset[str] = frozenset()
 
     @property
     def architecture(self) -> str:
@@ -268,7 +270,7 @@ def read_model(path: str | Path) -> tuple[GgufHeader, ...]:
     first = read_header(path)
     n_parts = first.get_int("split.count", 1) or 1
     if n_parts <= 1:
-        _check_figures((first,))
+        check_figures((first,))
         return (first,)
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", first.path.name)
     if match is None or int(match[3]) != n_parts or n_parts > 99_999:
@@ -287,12 +289,12 @@ def read_model(path: str | Path) -> tuple[GgufHeader, ...]:
         )
     rest = (first.path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(2, n_parts + 1))
     headers = (first, *(read_header(part) for part in rest))
-    _check_figures(headers)
+    check_figures(headers)
     return headers
 
 
-def _check_figures(headers: tuple[GgufHeader, ...]) -> None:
-    """Figures that llama.cpp takes on trust and ends the process over: the number of layers, and the context length."""
+def check_figures(headers: tuple[GgufHeader, ...]) -> None:
+    """Figures that llama.cpp takes on trust and ends the process over: layers, context length, epsilons of norms."""
     first = headers[0]
     key = first.arch_key("block_count")
     n_layers = first.get_int(key)
@@ -303,6 +305,9 @@ def _check_figures(headers: tuple[GgufHeader, ...]) -> None:
         raise GgufError(
             first.path, first.data_off_bytes, f"key '{key}' is {n_layers:,}, which is not possible{holds}", _AGAIN
         )
+    for key, value in first.metadata.items():
+        if key.endswith("_epsilon") and isinstance(value, float) and not 0.0 <= value < 1e30:
+            raise GgufError(first.path, first.data_off_bytes, f"key '{key}' is {value}, which is not possible", _AGAIN)
     key = first.arch_key("context_length")
     n_ctx = first.get_int(key)
     if n_ctx is not None and not 0 < n_ctx < 1 << 31:
@@ -389,17 +394,22 @@ class _Reader:
 def _parse(r: _Reader) -> GgufHeader:
     version, n_tensors, n_keys = _parse_preamble(r)
     metadata: dict[str, Value] = {}
+    wide: set[str] = set()
     for i in range(n_keys):
         at = r.off
         key = r.name(f"key {i + 1} of {n_keys}")
         if key in metadata:
             r.fail(f"key '{key}' occurs twice", off=at)
+        off_type = r.off
         metadata[key] = _parse_value(r, key)
+        if isinstance(metadata[key], float) and r.off - off_type > 8:  # its type takes 4 bytes
+            wide.add(key)
     alignment = _alignment(r, metadata)
     infos = tuple(_parse_tensors(r, n_tensors, alignment))
     data_off = -(-r.off // alignment) * alignment if infos else r.off
     _check_data(r, infos, data_off, alignment)
-    return GgufHeader(r.path, version, MappingProxyType(metadata), infos, alignment, data_off, r.n_bytes)
+    keys = MappingProxyType(metadata)
+    return GgufHeader(r.path, version, keys, infos, alignment, data_off, r.n_bytes, frozenset(wide))
 
 
 def _parse_preamble(r: _Reader) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ import cffi
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InvalidArgumentError, LibraryError, NativeError, from_code
+from ..errors import ClosedError, InvalidArgumentError, LibraryError, NativeError, from_code
 from ..figures import GONE, TIERS, UNLIMITED, Figures, LayerFigures, TierFigures
 from ..formats import FORMATS
 from .summary import Summary, SummaryCells, SummaryGroup
@@ -338,7 +338,7 @@ class Domain:
 
     def _open(self) -> Any:
         if self._handle is None:
-            raise NativeError("the KV cache is closed", "Read its figures before closing the model.")
+            raise ClosedError("the KV cache is closed", "Read its figures before closing the model.")
         return self._handle
 
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// One layer of a cache in its domain: the array of its pages, the statistics of its attention, and with bounded fidelity
-// its keys, which are kept apart, and the digests of its pages. How it is stored follows from the settings.
+// One layer of a cache in its domain: the array of its pages, the statistics of its attention, and with bounded
+// fidelity its keys, which are kept apart, and the digests of its pages. How it is stored follows from the settings.
 //
 // A layer is made and goes while its domain holds its layers alone (layers.h); what may change in between says who
 // guards it.

@@ -3,8 +3,8 @@
 // Summaries of what was dropped from layers, and what is set aside of the host budget for them: what the host program
 // asked for, and at least what summaries take.
 //
-// Threads: any. Locks, after that of the layers: one change of summaries or of the reservation at a time; the pointers of
-// all layers, for as long as it takes to copy one, so that a step never waits for a change.
+// Threads: any. Locks, after that of the layers: one change of summaries or of the reservation at a time; the pointers
+// of all layers, for as long as it takes to copy one, so that a step never waits for a change.
 
 #include "layers.h"
 

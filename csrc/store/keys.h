@@ -46,8 +46,7 @@ void kvt_keys_copy(struct kvt_keys * k, size_t cell, const struct kvt_keys * fro
 // The same from what an operation in place, such as a shift of positions, has made of the cell: of `before`, the row of
 // fmt that it was read as, `after`, in which every head is turned and perhaps stretched. What is added to the error is
 // measured where `turned` is given, [n_head_kv*d_k]: `after` as it was before it was rounded to fmt. NULL: not known,
-// the most that rounding can have done is assumed. `noted`: a copy of k->error from before the operation's first
-// change.
+// the most that rounding can have done is assumed. `noted`: a copy of k->error from before the first change.
 void kvt_keys_change(struct kvt_keys * k, size_t cell, enum kvt_format fmt, const void * before, const void * after,
     const float * turned, const float * noted);
 // after a cell was written: nothing is known of how it had been rounded

@@ -69,7 +69,7 @@ except SameBitsError as err:
 """
 
 
-def in_a_process(code: str, *args: Path) -> str:
+def in_a_process(code: str, *args: Path | str | int) -> str:
     """What a fresh Python prints: ggml reads its variable once per process."""
     env = {name: value for name, value in os.environ.items() if name != samebits.TILES_VARIABLE}
     root = Path(__file__).parents[1]

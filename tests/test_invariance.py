@@ -1,0 +1,94 @@
+"""One answer, whichever way it was computed: whole models, bit for bit, over cache types, cuts of a text, and tiers.
+
+llama.cpp's own matrix products are made equal with `same_bits`; what is left is our attention, decode against prefill.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .test_same_bits import in_a_process
+
+CACHE_TYPES = ("f16", "bf16", "q8_0", "q4_0", "q4_1")
+
+# The last logits of one text, computed in several ways. Arguments: model, cache type, tokens, folder for pages or "".
+# Prints the largest difference of each way from one prefill, and how many pages were on disk.
+_WAYS = """
+import json, sys
+import numpy as np
+import llama_cpp.llama_cpp as api
+from kvtier import Llama
+from tests.texts import source_text
+
+path, cache, n_tokens, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+common = dict(n_ctx=1024, n_batch=256, n_ubatch=256, n_threads=2, n_threads_batch=2, type_k=cache, type_v=cache,
+              same_bits=True, verbose=False)
+
+def logits(llm, tokens, cuts):
+    llm.reset()
+    at = 0
+    for n in cuts:
+        llm.eval(tokens[at : at + n])
+        at += n
+    assert at == len(tokens), (at, len(tokens))
+    last = api.llama_get_logits_ith(llm._ctx.ctx, -1)
+    return np.ctypeslib.as_array(last, (llm.n_vocab(),)).copy()
+
+n = n_tokens
+ways = {"a short batch last": [n - 20, 20], "one token last": [n - 1, 1], "five tokens last": [n - 5, *[1] * 5]}
+with Llama(path, **common) as llm:
+    tokens = llm.tokenize(source_text().encode()[:20000])[:n]
+    whole = logits(llm, tokens, [n])
+    found = {name: float(np.abs(logits(llm, tokens, cuts) - whole).max()) for name, cuts in ways.items()}
+    used = llm.kv.figures.tiers["host"].used_bytes
+n_on_disk = 0
+if folder:
+    with Llama(path, kv_host=used // 2, kv_disk="1GiB", kv_dir=folder, **common) as llm:
+        llm.kv.evict_every_step(True)
+        for name, cuts in ways.items():
+            found[name + ", from disk"] = float(np.abs(logits(llm, tokens, cuts) - whole).max())
+            n_on_disk += llm.kv.figures.tiers["disk"].n_pages
+assert np.isfinite(whole).all() and np.ptp(whole) > 1
+print(json.dumps([found, n_on_disk]))
+"""
+
+# A prompt of 5,000 tokens in batches of argv[2]. Prints a hash of the last logits.
+_BATCHES = """
+import hashlib, sys
+import numpy as np
+import llama_cpp.llama_cpp as api
+from kvtier import Llama
+from tests.texts import source_text
+
+n = int(sys.argv[2])
+with Llama(sys.argv[1], n_ctx=5120, n_batch=n, n_ubatch=n, verbose=False) as llm:
+    tokens = llm.tokenize(source_text().encode())[:5000]
+    assert len(tokens) == 5000
+    llm.eval(tokens)
+    last = np.ctypeslib.as_array(api.llama_get_logits_ith(llm._ctx.ctx, -1), (llm.n_vocab(),))
+    assert np.isfinite(last).all() and np.ptp(last) > 1
+    print(hashlib.sha256(last.tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+@pytest.mark.parametrize(("model", "n_tokens"), [("smollm2_path", 300), ("gemma3_path", 600)])  # Gemma's windows: 512
+def test_one_answer_for_every_cut(
+    model: str, n_tokens: int, cache: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Decode against prefill, pages in RAM and half of them on disk, evicted at every step: the same logits."""
+    path = request.getfixturevalue(model)
+    on_disk = str(tmp_path) if cache in ("f16", "q8_0") else ""
+    found, n_on_disk = json.loads(in_a_process(_WAYS, path, cache, n_tokens, on_disk))
+    assert len(found) == (6 if on_disk else 3)
+    assert set(found.values()) == {0.0}, found
+    assert (n_on_disk > 0) == bool(on_disk)
+
+
+@pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
+def test_batches_of_512_and_of_4096(model: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    assert in_a_process(_BATCHES, path, 512) == in_a_process(_BATCHES, path, 4096)

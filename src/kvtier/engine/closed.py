@@ -16,6 +16,8 @@ from ..errors import ClosedError
 
 _HINT: Final = "Make a new Llama, or use this one before close() and inside its `with` block."
 
+_FREE: Final = ("close", "kv", "placement")  # the last two are objects of ours, which refuse by themselves
+
 
 def refuse_use(model: Any) -> None:
     """`model` is closed: methods and properties raise ClosedError, a second close() does nothing.
@@ -46,7 +48,7 @@ class _ClosedModel:
         of_class = getattr_static(object.__getattribute__(self, "__class__"), name, None)
         is_free = (
             name.startswith("_")
-            or name == "close"
+            or name in _FREE
             or of_class is None
             or isinstance(of_class, staticmethod | classmethod)
             or name in object.__getattribute__(self, "__dict__")

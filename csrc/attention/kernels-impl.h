@@ -150,6 +150,19 @@ static float exp2_one(float x) {
     return out[0];
 }
 
+static void join(float part_m, const float * part_l, const float * part_o, float * m, float * l, float * o, int d) {
+    if (part_m > *m) {
+        const vf f = vf_set1(*m == -INFINITY ? 0.0f : exp2_one(*m - part_m));
+        for (int i = 0; i < KVT_SUM_LANES; i += VW) vf_store(l + i, vf_fma(vf_load(l + i), f, vf_load(part_l + i)));
+        for (int i = 0; i < d; i += VW) vf_store(o + i, vf_fma(vf_load(o + i), f, vf_load(part_o + i)));
+        *m = part_m;
+    } else {
+        const vf f = vf_set1(exp2_one(part_m - *m));
+        for (int i = 0; i < KVT_SUM_LANES; i += VW) vf_store(l + i, vf_fma(vf_load(part_l + i), f, vf_load(l + i)));
+        for (int i = 0; i < d; i += VW) vf_store(o + i, vf_fma(vf_load(part_o + i), f, vf_load(o + i)));
+    }
+}
+
 // The reference exponent moves only when a score exceeds it by more than 2^8: the weights stay far from overflow, the
 // output is rarely rescaled, and most calls need no horizontal maximum.
 static void move_reference(const float * s, const struct kvt_row_state * st, int r) {
@@ -249,6 +262,7 @@ static float mass_update(float * mean, float * max, const float * x, size_t n, f
         mask_add,                                                                                                      \
         softmax,                                                                                                       \
         exp2_one,                                                                                                      \
+        join,                                                                                                          \
         scale,                                                                                                         \
         add_scaled,                                                                                                    \
         mass_factors,                                                                                                  \

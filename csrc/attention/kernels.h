@@ -66,6 +66,8 @@ struct kvt_kernels {
     // one sub: s becomes 2^(s - m) with the rows' (possibly moved) reference exponents, l and o are brought up to date
     void (*softmax)(float * s, size_t ld, int n_rows, const struct kvt_row_state * st);
     float (*exp2_one)(float x); // 2^x for x <= 127, as softmax has it
+    // a row's sums so far, relative to *m, take in the part's, which is relative to part_m > -INFINITY. d: of o
+    void (*join)(float part_m, const float * part_l, const float * part_o, float * m, float * l, float * o, int d);
     // x[i] *= f
     void (*scale)(float * x, int n, float f);
     // x[i] += f*y[i]

@@ -26,19 +26,7 @@ void kvt_weigh_sub(const struct kvt_job * j, float * s, size_t ld, int h, int64_
 }
 
 void kvt_state_join(const struct kvt_job * j, const struct kvt_partial * part, float * m, float * l, float * o) {
-    const float next = part->m[0];
-    if (next == -INFINITY) return;
-    float f = 1.0f;
-    if (next > *m) {
-        const float old = *m == -INFINITY ? 0.0f : j->k->exp2_one(*m - next);
-        j->k->scale(l, KVT_SUM_LANES, old);
-        j->k->scale(o, j->d_v_pad, old);
-        *m = next;
-    } else {
-        f = j->k->exp2_one(next - *m);
-    }
-    j->k->add_scaled(l, part->l, KVT_SUM_LANES, f);
-    j->k->add_scaled(o, part->o, j->d_v_pad, f);
+    if (part->m[0] != -INFINITY) j->k->join(part->m[0], part->l, part->o, m, l, o, j->d_v_pad);
 }
 
 void kvt_row_begin(const struct kvt_job * j, struct kvt_row_sum * sum, float * o) {

@@ -96,7 +96,7 @@ static std::vector<scenario> scenarios() {
                 all.push_back(c);
             }
     scenario far = base;
-    far.n_kv = 9000; // segments of five sizes
+    far.n_kv = 9000; // segments of three sizes
     far.n_head_kv = 1;
     all.push_back(far);
     far.mask = BLOCKY;

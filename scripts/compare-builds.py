@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decode and prefill of two builds of libkvtier.so, taking turns on this machine: what a change of the kernels costs.
 
-    python scripts/compare-builds.py BEFORE/libkvtier.so build/libkvtier.so [-m MODEL] [-c 8k,32k] [-t 1,2] [--types f16,q8_0]
+    python scripts/compare-builds.py BEFORE/libkvtier.so build/libkvtier.so -c 8k,32k -t 1,2
 
 Decode is measured at each context, prefill as a batch of 512 tokens behind half of it, which is what the mean batch of
 such a prompt takes. Prints medians in tokens/s and the median of the rounds' ratios, second over first.

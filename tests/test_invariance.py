@@ -27,29 +27,30 @@ path, cache, n_tokens, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.
 common = dict(n_ctx=1024, n_batch=256, n_ubatch=256, n_threads=2, n_threads_batch=2, type_k=cache, type_v=cache,
               same_bits=True, verbose=False)
 
-def logits(llm, tokens, cuts):
-    llm.reset()
-    at = 0
+def logits(llm, tokens, cuts, n_kept=0):
+    llm.n_tokens = n_kept  # eval forgets what stands behind it
     for n in cuts:
-        llm.eval(tokens[at : at + n])
-        at += n
-    assert at == len(tokens), (at, len(tokens))
+        llm.eval(tokens[llm.n_tokens : llm.n_tokens + n])
+    assert llm.n_tokens == len(tokens)
     last = api.llama_get_logits_ith(llm._ctx.ctx, -1)
     return np.ctypeslib.as_array(last, (llm.n_vocab(),)).copy()
 
-n = n_tokens
-ways = {"a short batch last": [n - 20, 20], "one token last": [n - 1, 1], "five tokens last": [n - 5, *[1] * 5]}
+n, k = n_tokens, n_tokens - 20
+ways = {"a short batch last": [20], "one token last": [19, 1], "five tokens last": [15, *[1] * 5]}
 with Llama(path, **common) as llm:
     tokens = llm.tokenize(source_text().encode()[:20000])[:n]
     whole = logits(llm, tokens, [n])
-    found = {name: float(np.abs(logits(llm, tokens, cuts) - whole).max()) for name, cuts in ways.items()}
+    llm.reset()
+    llm.eval(tokens[:k])
+    found = {name: float(np.abs(logits(llm, tokens, cuts, k) - whole).max()) for name, cuts in ways.items()}
     used = llm.kv.figures.tiers["host"].used_bytes
 n_on_disk = 0
 if folder:
     with Llama(path, kv_host=used // 2, kv_disk="1GiB", kv_dir=folder, **common) as llm:
         llm.kv.evict_every_step(True)
+        llm.eval(tokens[:k])
         for name, cuts in ways.items():
-            found[name + ", from disk"] = float(np.abs(logits(llm, tokens, cuts) - whole).max())
+            found[name + ", from disk"] = float(np.abs(logits(llm, tokens, cuts, k) - whole).max())
             n_on_disk += llm.kv.figures.tiers["disk"].n_pages
 assert np.isfinite(whole).all() and np.ptp(whole) > 1
 print(json.dumps([found, n_on_disk]))

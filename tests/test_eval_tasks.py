@@ -323,7 +323,8 @@ def test_stock_f16_and_the_exact_step_answer_alike(smollm2_path: Path, tmp_path:
     assert exact["ram_bytes"] == pytest.approx(f16["ram_bytes"], rel=0.1)
     assert (tmp_path / "rows.csv").read_text().count("\n") == 1 + 3 * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.jsonl"]  # no widened weights
-    assert CliRunner().invoke(command, arguments, catch_exceptions=False).stdout == out.stdout  # from the file
+    again = json.loads(CliRunner().invoke(command, arguments, catch_exceptions=False).stdout)  # from the file
+    assert {**again, "stock": None} == {**data, "stock": None}  # how fast stock's attention is, is measured anew
 
 
 def _pairs(row: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -18,7 +18,7 @@ foreach(source IN LISTS kvt_test_sources kvt_bench_sources)
     if(name MATCHES "^test-")
         add_dependencies(kvtier-tests ${name})
         set(arguments "")
-        if(name MATCHES "^test-(attention|recall|summary)$" AND KVTIER_SANITIZE STREQUAL "thread" AND
+        if(name MATCHES "^test-(attention|recall|summary|invariance)$" AND KVTIER_SANITIZE STREQUAL "thread" AND
            CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
             set(arguments avx2)  # the threading is the same for all sets, and the matrix is slow under this sanitizer
         endif()

@@ -40,9 +40,13 @@ class Context:
         return list(out[: min(n, n_max)])
 
     def decode(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        logits: bool = True,
     ) -> npt.NDArray[np.float32]:
-        """Logits [len(tokens), n_vocab] of one batch."""
+        """Logits [len(tokens), n_vocab] of one batch; [0, n_vocab] without `logits`, which are half of the work."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, max(len(s) for s in sequences))
         try:
             batch.n_tokens = len(tokens)
@@ -52,19 +56,23 @@ class Context:
                 batch.n_seq_id[i] = len(seqs)
                 for j, seq in enumerate(seqs):
                     batch.seq_id[i][j] = seq
-                batch.logits[i] = 1
+                batch.logits[i] = logits
             assert llama_cpp.llama_decode(self.ctx, batch) == 0, self.domain and self.domain.last_error()
         finally:
             llama_cpp.llama_batch_free(batch)
         rows = [
             np.array(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)))
-            for i in range(len(tokens))
+            for i in range(len(tokens) if logits else 0)
         ]
-        return np.stack(rows)
+        return np.stack(rows) if rows else np.empty((0, self.n_vocab), np.float32)
 
     def feed(self, tokens: Sequence[int], seq: int = 0, first: int = 0) -> npt.NDArray[np.float32]:
         """Tokens of one sequence at consecutive positions: logits of all of them."""
         return self.decode(tokens, range(first, first + len(tokens)), [[seq]] * len(tokens))
+
+    def fill(self, tokens: Sequence[int], seq: int = 0, first: int = 0) -> None:
+        """The same without logits."""
+        self.decode(tokens, range(first, first + len(tokens)), [[seq]] * len(tokens), logits=False)
 
 
 @contextmanager

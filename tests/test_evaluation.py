@@ -370,7 +370,7 @@ def test_a_text_that_is_too_short(smollm2_path: Path, tmp_path: Path) -> None:
 def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) -> None:
     """With F32 weights only the cache rounds: F32 pages are llama.cpp's own F32 attention, and every format has its
     place."""
-    lengths = ["--prefix", "300", "--tokens", "12"]
+    lengths = ["--prefix", "128", "--tokens", "8"]
     wanted = ["kvtier f32", "kvtier f16", "kvtier bf16", "kvtier q8_0", "kvtier q4_1", "kvtier q4_0", "stock f16"]
     files = ["--rows", str(tmp_path / "rows.jsonl"), "--csv", str(tmp_path / "rows.csv")]
     rows_wanted = [word for name in wanted for word in ("--row", name)]

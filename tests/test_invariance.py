@@ -1,14 +1,19 @@
 """One answer, whichever way it was computed: whole models, bit for bit, over cache types, cuts of a text, and tiers.
 
 llama.cpp's own matrix products are made equal with `same_bits`; what is left is our attention, decode against prefill.
+Gemma's weights are stored as Q8_0 for this, whose products are equal at full speed (its K quants: test_same_bits.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
+import llama_cpp
 import pytest
+
+from kvtier.native import runtime
 
 from .test_same_bits import in_a_process
 
@@ -56,7 +61,8 @@ assert np.isfinite(whole).all() and np.ptp(whole) > 1
 print(json.dumps([found, n_on_disk]))
 """
 
-# A prompt of 5,000 tokens in batches of argv[2]. Prints a hash of the last logits.
+# A prompt of argv[2] tokens in batches of argv[3]; with argv[4] the windows' cache is as large as the others', so that
+# the batch does not set the size of its ring. Prints a hash of the last logits.
 _BATCHES = """
 import hashlib, sys
 import numpy as np
@@ -64,10 +70,11 @@ import llama_cpp.llama_cpp as api
 from kvtier import Llama
 from tests.texts import source_text
 
-n = int(sys.argv[2])
-with Llama(sys.argv[1], n_ctx=5120, n_batch=n, n_ubatch=n, verbose=False) as llm:
-    tokens = llm.tokenize(source_text().encode())[:5000]
-    assert len(tokens) == 5000
+n_tokens, n_batch, swa_full = map(int, sys.argv[2:])
+with Llama(sys.argv[1], n_ctx=n_tokens + 8, n_batch=n_batch, n_ubatch=n_batch, swa_full=bool(swa_full),
+           verbose=False) as llm:
+    tokens = llm.tokenize(source_text().encode())[:n_tokens]
+    assert len(tokens) == n_tokens
     llm.eval(tokens)
     last = np.ctypeslib.as_array(api.llama_get_logits_ith(llm._ctx.ctx, -1), (llm.n_vocab(),))
     assert np.isfinite(last).all() and np.ptp(last) > 1
@@ -75,8 +82,22 @@ with Llama(sys.argv[1], n_ctx=5120, n_batch=n, n_ubatch=n, verbose=False) as llm
 """
 
 
+@pytest.fixture(scope="module")
+def gemma3_q8_path(gemma3_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M with every weight as Q8_0."""
+    runtime.load()
+    runtime.log.muted = True
+    path = tmp_path_factory.mktemp("models") / "gemma3-270m-q8_0.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
+    assert llama_cpp.llama_model_quantize(str(gemma3_path).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    return path
+
+
 @pytest.mark.parametrize("cache", CACHE_TYPES)
-@pytest.mark.parametrize(("model", "n_tokens"), [("smollm2_path", 300), ("gemma3_path", 600)])  # Gemma's windows: 512
+@pytest.mark.parametrize(
+    ("model", "n_tokens"), [("smollm2_path", 300), ("gemma3_q8_path", 560)]
+)  # Gemma's windows: 512
 def test_one_answer_for_every_cut(
     model: str, n_tokens: int, cache: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -89,7 +110,13 @@ def test_one_answer_for_every_cut(
     assert (n_on_disk > 0) == bool(on_disk)
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
-def test_batches_of_512_and_of_4096(model: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("model", "n_tokens", "batches", "swa_full"),
+    [("smollm2_path", 5000, (512, 4096), False), ("gemma3_q8_path", 1100, (128, 1024), True)],
+)
+def test_small_batches_and_large_ones(
+    model: str, n_tokens: int, batches: tuple[int, int], swa_full: bool, request: pytest.FixtureRequest
+) -> None:
     path = request.getfixturevalue(model)
-    assert in_a_process(_BATCHES, path, 512) == in_a_process(_BATCHES, path, 4096)
+    small, large = (in_a_process(_BATCHES, path, n_tokens, n_batch, int(swa_full)) for n_batch in batches)
+    assert small == large

@@ -20,9 +20,9 @@ from kvtier.settings import KVSettings
 from .test_sequences import kl
 from .texts import source_text
 
-N_TOKENS = 3000
-N_PREDICT = 24
-N_CTX = 3328
+N_TOKENS = 1200
+N_PREDICT = 16
+N_CTX = 1280
 PAGE_BYTES = 32 * 3 * 64 * 2 * 2  # SmolLM2: 32 tokens of 3 KV heads, 64 channels each of K and V, F16
 N_LAYERS = 30
 ALL_BYTES = (N_TOKENS + N_PREDICT + 31) // 32 * N_LAYERS * PAGE_BYTES
@@ -64,10 +64,10 @@ def generate(llm: Llama, n_tokens: int = N_TOKENS) -> list[int]:
 def test_the_online_memory_keeps_to_its_budget(smollm2_path: Path, memory: MemorySettings) -> None:
     """Pages lose bits, then become groups of the streaming cache, then a share of the online state; and all of it
     twice, for two texts."""
-    budget = ALL_BYTES // 8
+    budget = 12 * N_LAYERS * PAGE_BYTES
     settings = KVSettings(host=budget, fidelity="lossy")
     common = {
-        "n_ctx": N_CTX,
+        "n_ctx": 1536,
         "n_batch": 64,
         "n_ubatch": 64,
         "n_threads": 1,

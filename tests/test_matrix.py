@@ -22,7 +22,7 @@ from kvtier.policies.registry import BUILT_IN
 
 from .texts import source_text
 
-N_PROMPT, N_STEPS, N_CTX = 700, 40, 768
+N_PROMPT, N_STEPS, N_CTX = 448, 32, 480
 PAGE_BYTES = {
     "f16": 32 * 3 * 64 * 2 * 2,
     "q8_0": 32 * 3 * 64 * 2 * 34 // 32,
@@ -51,13 +51,14 @@ def spec_of(fidelity: str, fmt: str, tier: str, folder: Path, policy: str = "") 
     if tier == "host":
         return f"kvtier:{cache},fidelity={fidelity},host=1GiB", 1 << 30
     keys = 30 * 3 * (N_CTX + 32) * 68 * 2 if bounded else 0  # those of the whole context stay in RAM
-    budget = keys + pages // 2
+    wide_lossy = fidelity == "lossy" and fmt == "f16"  # the protected pages stay wide, so the others lose most bits
+    budget = keys + (pages * 5 // 8 if wide_lossy else pages // 2)
     disk = f",disk=256MiB,dir={folder}" if tier == "disk" else ""
     return f"kvtier:{cache},fidelity={fidelity},host={budget}{disk}" + (f",policy={policy}" if policy else ""), budget
 
 
 def measure(model: Path, spec: str, budget: int) -> Run:
-    engine = Engine(Opening(str(model), parse_spec(spec), N_CTX, 2, n_batch=128))
+    engine = Engine(Opening(str(model), parse_spec(spec), N_CTX, 2, n_batch=64))
     try:
         tokens = engine.tokenize(source_text().encode())[: N_PROMPT + N_STEPS]
         engine.prefill(tokens[:N_PROMPT])

@@ -447,7 +447,7 @@ def test_what_fits_where_little_fits(smollm2_path: Path) -> None:
     assert set(options(kv * 15 // 100)) == {"exact f16"}, "what lossy does with less than a fifth is not known"
 
 
-@pytest.mark.parametrize(("name", "n_ctx"), [("smollm2", 1024), ("gemma3-270m", 1536)])
+@pytest.mark.parametrize(("name", "n_ctx"), [("smollm2", 512), ("gemma3-270m", 1024)])
 def test_planned_is_what_a_bounded_cache_holds(name: str, n_ctx: int) -> None:
     from kvtier import Llama
     from kvtier.model.names import resolve

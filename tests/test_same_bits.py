@@ -130,8 +130,9 @@ def write_adapter(path: Path, rank: int = 8, n_embd: int = 576) -> Path:
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1)
-    head += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    words = {"general.architecture": "llama", "general.type": "adapter", "adapter.type": "lora"}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(words))
+    head += b"".join(text(key) + struct.pack("<I", 8) + text(word) for key, word in words.items())
     at = 0
     for name, array in tensors.items():
         head += text(name) + struct.pack("<IQQIQ", 2, *array.shape[::-1], F16, at)

@@ -27,25 +27,25 @@ def kl(p_logits: Logits, q_logits: Logits) -> float:
 
 
 def append(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:300])
+    c.fill(tokens[:300])
     return c.feed(tokens[300:320], first=300)
 
 
 def remove_and_refill(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:200])
+    c.fill(tokens[:200])
     assert llama_cpp.llama_memory_seq_rm(c.memory, 0, 100, 200)
-    c.feed(tokens[300:400], first=100)
+    c.fill(tokens[300:400], first=100)
     return c.feed(tokens[400:405], first=200)
 
 
 def two_sequences(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:90], seq=0)
-    c.feed(tokens[100:220], seq=1)
+    c.fill(tokens[:90], seq=0)
+    c.fill(tokens[100:220], seq=1)
     return c.decode([tokens[90], tokens[220]], [90, 120], [[0], [1]])
 
 
 def copy_sequence(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:130], seq=0)
+    c.fill(tokens[:130], seq=0)
     llama_cpp.llama_memory_seq_cp(c.memory, 0, 1, -1, -1)
     first = c.feed(tokens[130:140], seq=1, first=130)
     assert llama_cpp.llama_memory_seq_rm(c.memory, 0, -1, -1)
@@ -53,7 +53,7 @@ def copy_sequence(c: Context, tokens: list[int]) -> Logits:
 
 
 def shift(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:256])
+    c.fill(tokens[:256])
     assert llama_cpp.llama_memory_can_shift(c.memory)
     assert llama_cpp.llama_memory_seq_rm(c.memory, 0, 4, 100)
     llama_cpp.llama_memory_seq_add(c.memory, 0, 100, -1, -96)
@@ -61,7 +61,7 @@ def shift(c: Context, tokens: list[int]) -> Logits:
 
 
 def clear_and_reuse(c: Context, tokens: list[int]) -> Logits:
-    c.feed(tokens[:200])
+    c.fill(tokens[:200])
     llama_cpp.llama_memory_clear(c.memory, True)
     return c.feed(tokens[200:260])
 
@@ -134,12 +134,12 @@ def test_shifted_positions_leave_a_bound_that_says_something(smollm2_path: Path,
     with open_context(smollm2_path, ours=True, settings="fidelity=bounded:0.07\n", type_k=type_k) as c:
         assert c.domain is not None
         tokens = c.tokenize(source_text(), 600)
-        c.feed(tokens[:500])
+        c.fill(tokens[:500])
         n, bounds = 500, []
         for i in range(4):
             before = c.domain.figures()
             for token in tokens[500 + 8 * i : 508 + 8 * i]:
-                c.feed([token], first=n)
+                c.fill([token], first=n)
                 n += 1
             after = c.domain.figures()
             bounds.append((after.bound_sum - before.bound_sum) / (after.recall_rows - before.recall_rows))
@@ -153,11 +153,11 @@ def test_a_copied_stream_takes_only_the_pages_it_has(smollm2_path: Path) -> None
     """llama.cpp copies a stream as a whole, also the cells that were never written."""
     with open_context(smollm2_path, ours=True, n_seq_max=2, n_ctx=8192) as c:
         tokens = c.tokenize(source_text(), 200)
-        c.feed(tokens[:100], seq=0)
+        c.fill(tokens[:100], seq=0)
         assert c.domain is not None
         before = c.domain.figures().tiers["host"].n_pages
         llama_cpp.llama_memory_seq_cp(c.memory, 0, 1, -1, -1)
-        c.feed(tokens[100:110], seq=1, first=100)
+        c.fill(tokens[100:110], seq=1, first=100)
         assert c.domain.figures().tiers["host"].n_pages == 2 * before
 
 

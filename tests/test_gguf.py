@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import GgufError
-from kvtier.model.gguf import MAX_KEPT_ITEMS, TENSOR_TYPES, ArrayInfo, read_header, read_model
+from kvtier.model.gguf import read_header, read_model
+from kvtier.model.ggufbytes import MAX_KEPT_ITEMS
+from kvtier.model.header import TENSOR_TYPES, ArrayInfo
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}

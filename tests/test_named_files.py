@@ -15,7 +15,8 @@ import pytest
 
 from kvtier import Llama, errors
 from kvtier.model import files
-from kvtier.model.gguf import GgufHeader, read_header, read_model
+from kvtier.model.gguf import read_header, read_model
+from kvtier.model.header import GgufHeader
 
 from .children import run_child
 from .test_gguf import F32, F64, STRING, U32, gguf, key, tensor
@@ -233,8 +234,6 @@ def test_the_missing_adapter_in_a_process_of_its_own(smollm2_path: Path, tmp_pat
     code = """
 import sys
 from kvtier import Llama, errors
-from kvtier.model import files
-from kvtier.model.gguf import GgufHeader, read_header, read_model
 try:
     Llama(sys.argv[1], n_ctx=256, lora_path=sys.argv[2], verbose=False)
 except errors.GgufError as error:

@@ -15,7 +15,8 @@ from kvtier.figures import UNLIMITED
 from kvtier.measuring.config import Opening
 from kvtier.measuring.engine import Engine
 from kvtier.measuring.spec import parse_spec
-from kvtier.placement.placement import TIME_LIMIT_S, Placement, Planner
+from kvtier.placement.placement import Placement
+from kvtier.placement.planner import TIME_LIMIT_S, Planner
 from kvtier.policies import Budgets, PageStats, Plan, create, place
 from kvtier.policies.base import GONE, HOST, PLAN_STEPS, Observation
 from kvtier.policies.registry import DEFAULT

@@ -23,7 +23,8 @@ from llama_cpp import llama_chat_format
 from ..errors import ArgumentWarning, SettingsError
 from ..machine.hardware import memory
 from ..model import files
-from ..model.gguf import GgufHeader, Scalar, check_figures
+from ..model.gguf import check_figures
+from ..model.header import GgufHeader, Scalar
 from ..sizes import format_bytes
 
 Outcome = Literal["honoured", "refused", "warned"]

@@ -33,7 +33,8 @@ from ..model.cachetypes import GGML_TYPES, cache_types, type_name
 from ..model.shape import shape_of
 from ..native import binding, runtime
 from ..native.kv import CacheLease, KVCache
-from ..placement.placement import KVEngine, Placement
+from ..placement.kvengine import KVEngine
+from ..placement.placement import Placement
 from ..policies.base import Policy
 from ..policies.registry import LOSSY_DEFAULT
 from ..policies.registry import create as create_policy

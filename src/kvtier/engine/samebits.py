@@ -16,7 +16,7 @@ from typing import Final
 from ..errors import SameBitsError, SettingsError
 from ..machine import buildargs, hardware
 from ..model import gguf
-from ..model.gguf import GgufHeader, TensorInfo
+from ..model.header import TENSOR_TYPES, GgufHeader, TensorInfo
 from ..model.shape import shape_of
 from ..native.products import Products, Weight
 from ..settings import KVSettings
@@ -25,7 +25,7 @@ from ..settings import KVSettings
 TILES_VARIABLE: Final = "GGML_CPU_TILED_MM"
 _TILED_BLOCK: Final = 256
 _ROWS: Final = 64  # of a weight that are tried
-_TYPE_IDS: Final = {kind.name: type_id for type_id, kind in gguf.TENSOR_TYPES.items()}
+_TYPE_IDS: Final = {kind.name: type_id for type_id, kind in TENSOR_TYPES.items()}
 _ONLY_LOOKED_UP: Final = ("position_embd.weight", "token_types.weight", "rope_freqs.weight")
 
 

@@ -15,7 +15,8 @@ from ..figures import LayerFigures
 from ..formats import FORMATS
 from ..machine import hardware
 from ..native.kv import KVCache
-from ..placement.placement import KVEngine, Placement
+from ..placement.kvengine import KVEngine
+from ..placement.placement import Placement
 from ..policies.base import HOST, PLAN_STEPS, Floats, Indices, PageStats, Plan
 from .budget import ShareKeeper
 from .levels import Level, assign, growing, ladder

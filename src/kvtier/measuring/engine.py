@@ -102,7 +102,8 @@ class Engine:
         from ..lossy.memory import LossyEngine
         from ..lossy.settings import memory_for
         from ..native.kv import CacheLease, KVCache
-        from ..placement.placement import KVEngine, Placement
+        from ..placement.kvengine import KVEngine
+        from ..placement.placement import Placement
         from ..policies.registry import create
 
         settings, policy = KVSettings.from_native(config.settings), create(config.policy)

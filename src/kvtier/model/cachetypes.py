@@ -14,7 +14,7 @@ from typing import Final
 from ..errors import SettingsError
 from ..formats import BY_NAME, WIDE_FORMATS
 from ..settings import KVSettings
-from .gguf import GgufHeader
+from .header import GgufHeader
 from .shape import AttentionLayer, ModelShape, shape_of
 
 AUTO: Final = "auto"

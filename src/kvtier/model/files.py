@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from ..errors import GgufError, SettingsError
-from .gguf import GgufHeader, TensorInfo, read_header
+from .gguf import read_header
+from .header import GgufHeader, TensorInfo
 
 _ADAPTER_HINT: Final = "Name a LoRA adapter of this model, as llama.cpp's convert_lora_to_gguf.py writes them."
 _PROJECTOR_HINT: Final = "Name the projector that is published beside the model, its mmproj GGUF file."

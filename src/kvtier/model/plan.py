@@ -16,7 +16,7 @@ from typing import Final
 from ..errors import UsageError
 from ..formats import BY_NAME, HEAD_ALIGN_BYTES, page_bytes, row_bytes
 from ..settings import COMPACT, SUB_PAGE_TOKENS
-from .gguf import GgufHeader, TensorInfo
+from .header import GgufHeader, TensorInfo
 from .shape import AttentionLayer, ModelShape, shape_of
 
 CELL_ALIGN: Final = 256  # llama.cpp rounds contexts and sliding caches up to this many cells

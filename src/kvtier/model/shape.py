@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import GgufError
-from .gguf import ArrayInfo, GgufHeader
+from .header import ArrayInfo, GgufHeader
 
 _MAX_LAYERS: Final = 512
 _MAX_FIGURE: Final = 1 << 31

@@ -164,7 +164,7 @@ def test_planned_buffers_are_those_with_our_device(stock: Stock, whole_windows: 
         for name, mib in re.findall(r"reserve: +(\w+) compute buffer size = *([0-9.]+) MiB", "".join(lines))
     }
     plan = make_plan(stock.headers, request)
-    assert plan.attention_bytes == pytest.approx(found["KVT0"], rel=0.05)
+    assert set(found) == {"CPU"}  # our device computes in the CPU backend's memory
     assert plan.compute_bytes == pytest.approx(found["CPU"], rel=0.05)
 
 

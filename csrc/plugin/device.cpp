@@ -199,7 +199,10 @@ static void log_start_failure(int rc) {
         kvt_error_message(rc), wanted ? wanted : "", list.c_str());
 }
 
+static ggml_backend_dev_t computing_device(void);
+
 static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) {
+    GGML_UNUSED(dev);
     GGML_UNUSED(params);
     try {
         std::unique_ptr<backend_context> ctx(new backend_context);
@@ -209,7 +212,7 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
             return nullptr;
         }
         ggml_backend_t backend = new ggml_backend{ /* .guid = */ backend_guid(), /* .iface = */ backend_interface,
-            /* .device = */ dev, /* .context = */ ctx.get() };
+            /* .device = */ computing_device(), /* .context = */ ctx.get() };
         ctx.release();
         return backend;
     } catch (const std::bad_alloc&) { return nullptr; }
@@ -226,13 +229,14 @@ static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     return is_native(op) || (touches_cache(op) && kvt_fallback::supports(op));
 }
 
+// What a step hands us lies in memory of the host, and is read where it is.
 static bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
     GGML_UNUSED(dev);
-    return buft == kvt_buffer_type();
+    return buft == kvt_buffer_type() || (buft->iface.is_host && buft->iface.is_host(buft));
 }
 
-ggml_backend_dev_t kvt_device(void) {
-    static ggml_backend_device device = {
+static ggml_backend_device make_device(ggml_backend_buffer_type_t (*buffer_type)(ggml_backend_dev_t)) {
+    return {
         /* .iface   = */ {
             /* .get_name             = */ device_get_name,
             /* .get_description      = */ device_get_description,
@@ -240,7 +244,7 @@ ggml_backend_dev_t kvt_device(void) {
             /* .get_type             = */ device_get_type,
             /* .get_props            = */ device_get_props,
             /* .init_backend         = */ device_init_backend,
-            /* .get_buffer_type      = */ device_get_buffer_type,
+            /* .get_buffer_type      = */ buffer_type,
             /* .get_host_buffer_type = */ NULL,
             /* .buffer_from_host_ptr = */ NULL,
             /* .supports_op          = */ device_supports_op,
@@ -253,6 +257,23 @@ ggml_backend_dev_t kvt_device(void) {
         /* .reg     = */ kvt_registry(),
         /* .context = */ NULL,
     };
+}
+
+ggml_backend_dev_t kvt_device(void) {
+    static ggml_backend_device device = make_device(device_get_buffer_type);
+    return &device;
+}
+
+// llama.cpp allocates caches in the buffer type of a layer's device, which is the one above; but what lies between the
+// operations of a step in that of the backend's device. The backend therefore carries this one: its own results lie in
+// the CPU backend's memory, so that nothing is copied between the two.
+static ggml_backend_buffer_type_t computing_buffer_type(ggml_backend_dev_t dev) {
+    ggml_backend_dev_t cpu = g_ggml.ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    return cpu ? cpu->iface.get_buffer_type(cpu) : device_get_buffer_type(dev);
+}
+
+static ggml_backend_dev_t computing_device(void) {
+    static ggml_backend_device device = make_device(computing_buffer_type);
     return &device;
 }
 

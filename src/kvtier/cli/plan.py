@@ -149,7 +149,6 @@ def _show(plan: Plan, commands: list[str], title: str) -> None:
     rows += [("  of them repacked for this CPU", format_bytes(plan.repack_bytes))] if plan.repack_bytes else []
     rows += [("Compute buffer (estimate)", format_bytes(plan.compute_bytes))]
     rows += [
-        ("Attention buffer", format_bytes(plan.attention_bytes)),
         ("Output buffer", format_bytes(plan.output_bytes)),
     ]
     rows += [("Recurrent state", format_bytes(plan.state_bytes))] if plan.state_bytes else []

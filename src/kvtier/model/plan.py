@@ -122,7 +122,6 @@ class Plan:
     repack_bytes: int  # weights that llama.cpp keeps a second time in an order that suits this CPU
     state_bytes: int
     compute_bytes: int
-    attention_bytes: int  # compute buffer of our device
     output_bytes: int
     chosen: CacheBytes
     caches: tuple[CacheBytes, ...]
@@ -134,7 +133,7 @@ class Plan:
     @property
     def fixed_bytes(self) -> int:
         """Everything in RAM but the KV cache."""
-        return self.weight_bytes + self.state_bytes + self.compute_bytes + self.attention_bytes + self.output_bytes
+        return self.weight_bytes + self.state_bytes + self.compute_bytes + self.output_bytes
 
 
 def make_plan(
@@ -169,7 +168,6 @@ def make_plan(
         repack_bytes=_repacked(tensors, cpu_flags),
         state_bytes=4 * shape.state_items * request.n_seq_max,
         compute_bytes=compute_buffer(shape, request, n_cells),
-        attention_bytes=attention_buffer(shape, request, n_cells, n_sliding),
         output_bytes=4 * shape.n_vocab * request.n_seq_max,
         chosen=cache_bytes(shape, request, request.type_k, request.type_v),
         caches=tuple(cache_bytes(shape, request, k, v) for k, v in types),
@@ -303,18 +301,6 @@ def compute_buffer(shape: ModelShape, request: PlanRequest, n_cells: int) -> int
     return request.n_ubatch * max(per_token_end, per_token_layer)
 
 
-def attention_buffer(shape: ModelShape, request: PlanRequest, n_cells: int, n_sliding: int) -> int:
-    """The compute buffer of our device for one micro-batch: the masks (F16), and one layer's Q, new K and V, and result
-    (F32)."""
-    layers = [layer for layer in shape.attention if not layer.indexer]
-    masks = 2 * sum(n_sliding if slides else n_cells for slides in {layer.slides for layer in layers})
-    rows = (
-        shape.n_head * (layer.d_k + (layer.d_v or layer.d_k)) + layer.n_head_kv * (layer.d_k + layer.d_v)
-        for layer in layers
-    )
-    return request.n_ubatch * (masks + 4 * max(rows, default=0))
-
-
 def _repacked(tensors: Sequence[TensorInfo], cpu_flags: frozenset[str]) -> int:
     """Bytes of the matrices that the CPU backend copies into an interleaved order (ggml-cpu/repack.cpp), on x86."""
     types = {"q4_0", "q4_K", "iq4_nl", "mxfp4"} if "avx2" in cpu_flags else set()
@@ -372,11 +358,7 @@ def _longest(plan: Plan, machine: Machine, held: Callable[[PlanRequest], int]) -
     def fits(n_ctx: int) -> bool:
         request = replace(plan.request, n_ctx=n_ctx)
         n_cells = cells(request)[1]
-        n_sliding = sliding_cells(request, plan.shape.n_swa, n_cells) if plan.shape.n_swa else 0
-        buffers = compute_buffer(plan.shape, request, n_cells) + attention_buffer(
-            plan.shape, request, n_cells, n_sliding
-        )
-        fixed = plan.fixed_bytes - plan.compute_bytes - plan.attention_bytes + buffers
+        fixed = plan.fixed_bytes - plan.compute_bytes + compute_buffer(plan.shape, request, n_cells)
         return held(request) + fixed + PROCESS_BYTES <= machine.ram_available_bytes
 
     low, high = 0, MAX_TOKENS // CELL_ALIGN

@@ -1,29 +1,44 @@
-# Handed to llama.cpp's own build with -DCMAKE_PROJECT_INCLUDE: its 150 files of model graphs are compiled some at a
-# time.
-# Most of their time is spent in headers that all of them include. The source is unchanged, and so is what it computes.
+# Handed to the build of llama-cpp-python with -DCMAKE_PROJECT_INCLUDE, to compile llama.cpp in less time: its many files
+# of model graphs some at a time, since most of their time is spent in headers that all of them include, and not at all
+# what the package does not install. The source is unchanged, and so is what it computes.
 
-if(NOT PROJECT_NAME STREQUAL "llama.cpp")
+if(NOT PROJECT_NAME STREQUAL "llama_cpp")
     return()
 endif()
 
 # Files with names of their own (static functions, macros) stay alone: two of them may use the same name.
-function(kvt_group_models)
-    get_target_property(sources llama SOURCES)
+function(kvt_group_models target)
+    if(NOT TARGET ${target})
+        return()
+    endif()
+    get_target_property(sources ${target} SOURCES)
+    get_target_property(folder ${target} SOURCE_DIR)
     set(n 0)
     foreach(source IN LISTS sources)
-        if(NOT source MATCHES "/models/[^/]*\\.cpp$" OR NOT EXISTS "${source}")
+        get_filename_component(source "${source}" ABSOLUTE BASE_DIR "${folder}")
+        if(NOT source MATCHES "/models/[^/]*\\.cpp$")
             continue()
         endif()
         file(STRINGS "${source}" own_names
              REGEX "^(static|namespace|#define|using|const|constexpr|struct|class|inline)")
         if(own_names STREQUAL "")
             math(EXPR group "${n} / 12")
-            set_source_files_properties("${source}" TARGET_DIRECTORY llama PROPERTIES UNITY_GROUP "models-${group}")
+            set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES UNITY_GROUP "models-${group}")
             math(EXPR n "${n} + 1")
         endif()
     endforeach()
-    set_target_properties(llama PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
-    message(STATUS "kvtier: ${n} model files of llama.cpp are compiled in groups")
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+    message(STATUS "kvtier: ${n} model files of ${target} are compiled in groups")
 endfunction()
 
-cmake_language(DEFER CALL kvt_group_models)
+function(kvt_compile_less)
+    kvt_group_models(llama)
+    kvt_group_models(mtmd)
+    foreach(target llama-common llama-common-base cpp-httplib)  # for llama.cpp's own programs
+        if(TARGET ${target})
+            set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+        endif()
+    endforeach()
+endfunction()
+
+cmake_language(DEFER CALL kvt_compile_less)

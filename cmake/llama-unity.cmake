@@ -1,6 +1,6 @@
 # Handed to the build of llama-cpp-python with -DCMAKE_PROJECT_INCLUDE, to compile llama.cpp in less time: its many
-# files of model graphs some at a time, since most of their time is spent in headers that all of them include, and not at all
-# what the package does not install. The source is unchanged, and so is what it computes.
+# files of model graphs some at a time, since most of their time is spent in headers that all of them include, and not
+# at all what the package does not install. The source is unchanged, and so is what it computes.
 
 if(NOT PROJECT_NAME STREQUAL "llama_cpp")
     return()

@@ -5,6 +5,7 @@
 // --cpu-time counts the processor time of the calling thread instead of the clock: for one thread on a busy machine.
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

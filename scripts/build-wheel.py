@@ -94,7 +94,10 @@ def build() -> Path:
             *("-C", f"build-dir={BUILD}", "-C", toolchain, ROOT),
         )
         repaired = Path(work, "repaired")
-        run(sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--wheel-dir", repaired, only(plain))
+        run(
+            *(sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat"),
+            *("--wheel-dir", repaired, only(plain)),
+        )
         check(only(repaired))
         DIST.mkdir(exist_ok=True)
         return Path(shutil.copy2(only(repaired), DIST))

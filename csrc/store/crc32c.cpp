@@ -37,7 +37,12 @@ uint32_t kvt_crc32c_table(const void * data, size_t n_bytes) {
 }
 
 #ifdef KVT_HAVE_CRC32_X86
-__attribute__((target("sse4.2"))) static uint32_t crc32c_sse42(const void * data, size_t n_bytes) {
+#    if defined(__clang__) // has a switch for this instruction alone, which may be off while SSE4.2 is on
+#        define KVT_TARGET_CRC32 "sse4.2,crc32"
+#    else
+#        define KVT_TARGET_CRC32 "sse4.2"
+#    endif
+__attribute__((target(KVT_TARGET_CRC32))) static uint32_t crc32c_sse42(const void * data, size_t n_bytes) {
     const uint8_t * p = (const uint8_t *) data;
     uint64_t c = 0xffffffffu;
     for (; n_bytes >= 8; n_bytes -= 8, p += 8) {

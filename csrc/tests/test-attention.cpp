@@ -296,7 +296,7 @@ static void bad_operations(kvt_attention * a) {
     refuse([](kvt_attention_op& op) { op.q = nullptr; });
 }
 
-// usage: test-attention [ISA [EVERY]]: one instruction set, every so many cases (where all would take too long)
+// usage: test-attention [ISA|all [EVERY]]: one instruction set, every so many cases (where all would take too long)
 int main(int argc, char ** argv) {
     const uint32_t every = argc > 2 ? (uint32_t) std::max(1, atoi(argv[2])) : 1;
     int n_run = 0;
@@ -307,7 +307,7 @@ int main(int argc, char ** argv) {
     CHECK(kvt_isa_select("no-such-isa") == KVT_ERR_UNSUPPORTED);
     const std::vector<scenario> all = scenarios();
     for (size_t i = 0; i < n_isa; i++) {
-        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
+        if (argc > 1 && strcmp(argv[1], "all") != 0 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         CHECK(strcmp(kvt_isa_active(), isas[i]) == 0);
         uint32_t seed = 1;

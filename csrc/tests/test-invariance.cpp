@@ -147,7 +147,7 @@ static void neighbours(kvt_attention * a, const char * isa) {
     }
 }
 
-// usage: test-invariance [ISA [EVERY]]: one instruction set, every so many cases (where all would take too long)
+// usage: test-invariance [ISA|all [EVERY]]: one instruction set, every so many cases (where all would take too long)
 int main(int argc, char ** argv) {
     const uint32_t every = argc > 2 ? (uint32_t) std::max(1, atoi(argv[2])) : 1;
     int n_run = 0;
@@ -156,7 +156,7 @@ int main(int argc, char ** argv) {
     kvt_attention * a = nullptr;
     CHECK(kvt_attention_create(&a, 2) == 0);
     for (size_t i = 0; i < n_isa; i++) {
-        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
+        if (argc > 1 && strcmp(argv[1], "all") != 0 && strcmp(argv[1], isas[i]) != 0) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
         int n = 0;

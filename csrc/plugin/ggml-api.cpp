@@ -2,6 +2,7 @@
 #include "ggml-versions.h"
 #include "last-error.h"
 
+#include "../attention/team.h"
 #include "../include/kvtier-errors.h"
 
 #include <cstdio>
@@ -138,5 +139,6 @@ int kvt_ggml_resolve(const void * caller) {
     }
     g_ggml = api;
     g_libraries = libraries;
+    kvt_team_set_lookup(kvt_ggml_symbol); // what ggml depends on is found by it too: its OpenMP runtime
     return KVT_OK;
 }

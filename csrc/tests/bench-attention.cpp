@@ -5,16 +5,15 @@
 // --cpu-time counts the processor time of the calling thread instead of the clock: for one thread on a busy machine.
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <string>
 
+#include "../attention/team.h"
 #include "attention-fixture.h"
-#if defined(_OPENMP)
-#    include <omp.h>
-#endif
 
 struct options {
     std::string what = "decode", isa, fmt;
@@ -203,25 +202,31 @@ static void prefill(const options& o, kvt_format fmt, const char * isa, kvt_atte
         o.threads, sec * 1e3, flop / sec * 1e-9, flop / best(t) * 1e-9);
 }
 
+struct block {
+    std::vector<uint64_t> words;
+    std::atomic<uint64_t> sum;
+};
+
+static void read_share(void * arg, int ith, int nth) {
+    block * b = static_cast<block *>(arg);
+    const size_t n = b->words.size() / 64, begin = n * (size_t) ith / nth, end = n * (size_t) (ith + 1) / nth;
+    uint64_t s[8] = { 0 };
+    for (const uint64_t * x = &b->words[begin * 64]; x != b->words.data() + end * 64; x += 64)
+        for (int k = 0; k < 64; k++) s[k % 8] += x[k];
+    for (uint64_t sum : s) b->sum += sum;
+}
+
 // sequential reading of a block larger than the last-level cache
 static void bandwidth(const options& o) {
-    std::vector<uint64_t> x((size_t) 1 << 26, 1); // 512 MiB
+    block b{ std::vector<uint64_t>((size_t) 1 << 26, 1), { 0 } }; // 512 MiB
     std::vector<double> t;
-    uint64_t sink = 0;
     for (int r = 0; r < o.reps; r++) {
         const double t0 = now();
-#if defined(_OPENMP)
-#    pragma omp parallel for num_threads(o.threads) reduction(+ : sink) schedule(static)
-#endif
-        for (size_t i = 0; i < x.size(); i += 64) {
-            uint64_t s[8] = { 0 };
-            for (int k = 0; k < 64; k++) s[k % 8] += x[i + k];
-            for (int k = 0; k < 8; k++) sink += s[k];
-        }
+        kvt_team_run(o.threads, read_share, &b);
         t.push_back(now() - t0);
     }
-    printf("bandwidth threads %d: %.2f GB/s (read, median; best %.2f)%s\n", o.threads, x.size() * 8 / median(t) * 1e-9,
-        x.size() * 8 / best(t) * 1e-9, sink ? "" : " ");
+    printf("bandwidth threads %d: %.2f GB/s (read, median; best %.2f)%s\n", o.threads,
+        b.words.size() * 8 / median(t) * 1e-9, b.words.size() * 8 / best(t) * 1e-9, b.sum ? "" : " ");
 }
 
 int main(int argc, char ** argv) {

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..machine import buildargs, hardware
+from ..machine.gpu import Nvidia, nvidia
 from ..machine.stockbuild import StockBuild
 from ..sizes import format_bytes
+from . import cuda
 
 Status = Literal["ok", "warn", "fail"]
 MIN_PYTHON: Final = (3, 10)
@@ -61,7 +63,8 @@ def diagnose(kv_dir: Path) -> list[Finding]:
     flags = hardware.cpu_flags()
     probe = run_probe()
     amx = hardware.amx_state(flags)
-    findings = [_python(), *_libraries(probe), *_stock(probe, flags, amx), *_kernels(probe, flags)]
+    findings = [_python(), *_libraries(probe), *_gpu(nvidia(), probe)]
+    findings += [*_stock(probe, flags, amx), *_kernels(probe, flags)]
     findings += [_amx(amx, probe, flags), _memory(hardware.memory()), _disk(kv_dir)]
     return findings
 
@@ -115,7 +118,7 @@ def _libraries(probe: ProbeResult) -> list[Finding]:
         missing = probe.steps.get("missing")
         reason = missing["message"] if missing else _how_it_ended(probe)
         hint = "Install it: pip install llama-cpp-python" if missing else f"{_REINSTALL}llama-cpp-python"
-        return [Finding("llama-cpp-python", "fail", reason, hint)]
+        return [Finding("llama-cpp-python", "fail", reason, cuda.missing_library(reason) or hint)]
     found = [Finding("llama-cpp-python", "ok", f"{llama['version']} with ggml {llama['ggml']}")]
     if "cpu" not in probe.steps:
         return [
@@ -135,6 +138,19 @@ def _libraries(probe: ProbeResult) -> list[Finding]:
     if "KVT0" not in names:
         return [*found, Finding("Devices", "fail", f"KVT0 is not among {', '.join(names)}", _REINSTALL_OURS)]
     return [*found, Finding("Devices", "ok", ", ".join(names))]
+
+
+def _gpu(gpu: Nvidia | None, probe: ProbeResult) -> list[Finding]:
+    """Whether llama.cpp can use the NVIDIA GPU, if there is one."""
+    if gpu is None or "gpus" not in probe.steps:
+        return []
+    names = probe.steps["gpus"]["names"]
+    if names:
+        text = f"{gpu}: llama.cpp's own programs can compute on {', '.join(names)}, kvtier's commands use the CPU"
+        return [Finding("GPU", "ok", text)]
+    version = str(probe.steps.get("llama_cpp", {}).get("version", ""))
+    text = f"{gpu}, but llama.cpp was built for the CPU alone"
+    return [Finding("GPU", "warn", text, cuda.build_for_gpu(gpu, version))]
 
 
 def _stock(probe: ProbeResult, flags: frozenset[str], amx: hardware.AmxState) -> list[Finding]:

@@ -6,7 +6,6 @@ It is a process of its own so that a library that crashes takes nobody with it: 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -17,26 +16,11 @@ def _step(name: str, **found: Any) -> None:
     os.write(1, (json.dumps({"step": name, **found}) + "\n").encode())
 
 
-def _devices(ggml: Any) -> list[dict[str, Any]]:
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
-        getattr(ggml, name).restype = ctypes.c_char_p
-        getattr(ggml, name).argtypes = [ctypes.c_void_p]
-    devices = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(i)
-        name, text = ggml.ggml_backend_dev_name(device), ggml.ggml_backend_dev_description(device)
-        devices.append({"name": name.decode(), "description": text.decode("utf-8", "replace")})
-    return devices
-
-
 def main() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
 
-    from ..machine import ggmlcpu
+    from ..machine import ggmlbackends, ggmlcpu
 
     libggml = api._lib  # ggml as libllama is linked to it, see runtime.libggml
     llama_cpp.llama_backend_init()
@@ -49,6 +33,8 @@ def main() -> None:
     from ..errors import KvtierError
     from ..native import binding, runtime
 
+    ggmlbackends.load(libggml, libggml)
+    _step("gpus", names=ggmlbackends.gpus(libggml))  # before ours, which says that it is one
     _step("cpu", features=ggmlcpu.features(libggml))
     _step("attention", ns_per_cell=ggmlcpu.attention_ns(libggml))
     try:
@@ -57,7 +43,7 @@ def main() -> None:
         _step("refused", message=err.message, hint=err.hint)
         return
     _step("plugin", path=str(loaded.library), version=binding.version(), ggml=binding.ggml_version(), isa=binding.isa())
-    _step("devices", devices=_devices(libggml))
+    _step("devices", devices=ggmlbackends.devices(libggml))
 
 
 if __name__ == "__main__":

@@ -48,11 +48,14 @@ class Engine:
     def __init__(self, opening: Opening) -> None:
         import llama_cpp
 
+        from ..native.runtime import load_backends
+
         self._lib: Any = llama_cpp
         self._opening = opening
         self.n_past = 0
         self._log = _quiet_log()
         llama_cpp.llama_backend_init()
+        load_backends()
         self._domain: Any = None
         self._placement: Any = None
         self._lossy: Any = None

@@ -124,9 +124,10 @@ class Worker:
         import llama_cpp
 
         from ..machine import ggmlcpu
-        from ..native.runtime import libggml
+        from ..native.runtime import libggml, load_backends
 
         llama_cpp.llama_backend_init()
+        load_backends()
         return {
             "version": llama_cpp.__version__,
             "ggml": ggmlcpu.version(libggml),

@@ -19,7 +19,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as api
 
 from ..errors import KvtierError, LibraryError, LlamaError
-from ..machine import buildargs, hardware
+from ..machine import buildargs, ggmlbackends, hardware
 from . import binding
 
 DEVICE_NAME: Final = b"KVT0"
@@ -109,8 +109,20 @@ def load() -> Runtime:
             _refuse_the_amx_trap()
             api.llama_backend_init()
             with log.quiet():
+                load_backends()
                 _runtime = _load_plugin(binding.library_path())
         return _runtime
+
+
+def load_backends() -> None:
+    """Load llama.cpp's own backends where they are libraries of their own. Raises LibraryError if none is the CPU's."""
+    if not ggmlbackends.load(libggml, api._lib):
+        folders = " and ".join(map(str, ggmlbackends.folders(Path(api._lib._name))))
+        raise LibraryError(
+            f"llama-cpp-python {llama_cpp.__version__} has no CPU backend: it was built to load it from a file of its "
+            f"own, and there is none in {folders} that this processor can run",
+            "Install one that has it: pip install --force-reinstall --no-cache-dir llama-cpp-python",
+        )
 
 
 def _refuse_the_amx_trap() -> None:

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "check.h"
+#include "attention-fixture.h"
 
 struct selection {
     const char * wanted;

@@ -1,6 +1,6 @@
-# Handed to the build of llama-cpp-python with -DCMAKE_PROJECT_INCLUDE, to compile llama.cpp in less time: its many
-# files of model graphs some at a time, since most of their time is spent in headers that all of them include, and not
-# at all what the package does not install. The source is unchanged, and so is what it computes.
+# Handed to the build of llama-cpp-python with -DCMAKE_PROJECT_INCLUDE: llama.cpp's many files of model graphs are
+# compiled some at a time, since most of their time is spent in headers that all of them include. The source is
+# unchanged, and so is what it computes.
 
 if(NOT PROJECT_NAME STREQUAL "llama_cpp")
     return()
@@ -31,14 +31,5 @@ function(kvt_group_models target)
     message(STATUS "kvtier: ${n} model files of ${target} are compiled in groups")
 endfunction()
 
-function(kvt_compile_less)
-    kvt_group_models(llama)
-    kvt_group_models(mtmd)
-    foreach(target llama-common llama-common-base cpp-httplib)  # for llama.cpp's own programs
-        if(TARGET ${target})
-            set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
-        endif()
-    endforeach()
-endfunction()
-
-cmake_language(DEFER CALL kvt_compile_less)
+cmake_language(DEFER CALL kvt_group_models llama)
+cmake_language(DEFER CALL kvt_group_models mtmd)

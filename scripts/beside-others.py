@@ -205,6 +205,12 @@ def main() -> None:
     args.model = str(resolve(args.model))
     chosen = columns(args.threads, [int(spin) for spin in args.spin.split(",") if spin])
     chosen = [column for column in chosen if not args.only or column.name in args.only.split(";")]
+    names = [column.name for column in chosen]
+    if "chosen" not in names or not any("thread" in name for name in names):
+        parser.error(
+            f"--only {args.only!r} must name 'chosen' and a fixed number of threads, of: "
+            f"{'; '.join(column.name for column in columns(args.threads, []))}"
+        )
     workers = {column.name: Worker(args.model, column) for column in chosen}
     try:
         results = {row: measure_row(row, workers, args) for row in args.rows.split(",")}
@@ -214,7 +220,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(results))
     else:
-        show(results, [column.name for column in chosen])
+        show(results, names)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,9 @@ def open_context(
     type_k: str = "f16",
     flash_attn: bool = True,
     n_threads: int = 2,
+    n_gpu_layers: int = 99,
 ) -> Iterator[Context]:
-    """A context on the stock cache, or on our device with `settings` (the text of kvtier.h)."""
+    """A context on the stock cache, or on our device with `settings` (the text of kvtier.h) and `n_gpu_layers`."""
     loaded = runtime.load()
     runtime.log.muted = True
     with ExitStack() as stack:
@@ -101,7 +102,7 @@ def open_context(
             stack.enter_context(runtime.bound(domain))
         model_params = llama_cpp.llama_model_default_params()
         model_params.devices = ctypes.cast(devices, ctypes.c_void_p)
-        model_params.n_gpu_layers = 99 if ours else 0
+        model_params.n_gpu_layers = n_gpu_layers if ours else 0
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         assert model
         stack.callback(llama_cpp.llama_model_free, model)

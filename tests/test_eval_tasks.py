@@ -297,10 +297,12 @@ def test_reports() -> None:
 
 
 def test_stock_f16_and_the_exact_step_answer_alike(smollm2_path: Path, tmp_path: Path) -> None:
-    sizes = ["--tasks", "needle,vt", "--length", "320", "--samples", "1", "--row", "stock f16", "--row", "stock q4_0"]
+    sizes = ["--tasks", "needle,niah_single_1", "--length", "320", "--samples", "1"]
+    rows = ["--row", "stock f16", "--row", "stock q4_0"]
     arguments = [
         str(smollm2_path),
         *sizes,
+        *rows,
         "--rows",
         str(tmp_path / "rows.jsonl"),
         "--csv",

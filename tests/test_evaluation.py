@@ -385,7 +385,8 @@ def test_formats_lose_what_their_bits_say(smollm2_path: Path, tmp_path: Path) ->
     assert kl["kvtier f16"] < kl["kvtier bf16"] < kl["kvtier q4_0"]
     assert kl["kvtier f16"] < kl["kvtier q8_0"] < kl["kvtier q4_1"]
     perplexity = data["reference"]["perplexity"]
-    assert all(row["perplexity"] == pytest.approx(perplexity, rel=0.2) for row in data["rows"])
+    for row in data["rows"]:  # of eight tokens only
+        assert row["perplexity"] == pytest.approx(perplexity, rel=0.5 if "q4" in row["name"] else 0.02), row["name"]
     assert (tmp_path / "rows.csv").read_text().count("\n") == 2 + len(wanted)  # header, reference
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "rows.csv",

@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 120
 TEXTS = sorted(p for folder in (ROOT, ROOT / "docs") for p in folder.glob("*.md"))
+FOLDERS = ("src", "csrc", "tests", "scripts", "cmake")
 SOURCES = sorted(
     path
-    for folder in ("src", "csrc", "tests", "scripts", "cmake")
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in (".py", ".cpp", ".h", ".c", ".sh", ".cmake")
+    for path in (ROOT / "CMakeLists.txt", *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*")))
+    if path.suffix in (".py", ".cpp", ".h", ".c", ".sh", ".cmake") or path.name == "CMakeLists.txt"
 )
 
 

@@ -78,7 +78,7 @@ def test_numbers_that_are_given_stay() -> None:
     run.step(64, 5.0, 2.0, times=5)
     run.step(1, 5.0, 2.0, times=5)
     assert run.applied == [(2, 2)] and not run.pace.figures.automatic
-    assert run.pace.piece(512) == 512
+    assert run.pace.piece(512, 512) == 512
 
 
 def test_decode_given_prefill_chosen() -> None:
@@ -106,12 +106,23 @@ def test_after_a_pause_what_others_did_meanwhile_counts() -> None:
 @pytest.mark.parametrize("token_s", [0.0001, 0.005, 0.01, 0.1, 9.0])
 def test_pieces_of_a_prompt(token_s: float) -> None:
     run = Run()
-    assert run.pace.piece(512) == 512  # nothing is known yet
+    assert run.pace.piece(512, 512) == 512  # nothing is known yet
     run.step(128, 128 * token_s, 256 * token_s)
-    n = run.pace.piece(512)
+    n = run.pace.piece(512, 512)
     assert n == 512 or n % LEAST_PIECE == 0
     assert n == LEAST_PIECE or n * token_s <= PIECE_S
-    assert run.pace.piece(100) <= 100
+    assert run.pace.piece(100, 100) <= 100
+
+
+@pytest.mark.parametrize(
+    ("n_batch", "n_ubatch", "n"),
+    [(512, 512, 128), (512, 1024, 128), (512, 32, 128), (512, 100, 512), (512, 192, 512), (300, 300, 300)],
+)
+def test_pieces_only_where_batches_begin_at_the_same_places(n_batch: int, n_ubatch: int, n: int) -> None:
+    """A cut elsewhere would put the tokens behind it into other places of llama.cpp's tiles of 16."""
+    run = Run()
+    run.step(128, 128.0, 256.0)
+    assert run.pace.piece(n_batch, n_ubatch) == n
 
 
 @pytest.mark.parametrize(
@@ -180,7 +191,7 @@ def test_numbers_of_threads_and_pieces_do_not_change_the_numbers(llm: Llama, mon
     for n in (1, 2):
         for piece in (LEAST_PIECE, 512):
             monkeypatch.setattr(llm._pace, "_number", lambda _kind, n=n: n)
-            monkeypatch.setattr(llm._pace, "piece", lambda _most, piece=piece: piece)
+            monkeypatch.setattr(llm._pace, "piece", lambda *_, piece=piece: piece)
             results[n, piece] = _logits(llm, prompt)
     assert {128, 88, 512, 1} == set(sizes) and {(1, 1), (2, 2)} <= set(threads)
     for logits in results.values():

@@ -178,6 +178,24 @@ def test_settings_that_cannot_promise_it(smollm2_path: Path, settings: KVSetting
     samebits.check_settings(KVSettings(disk=1 << 26).with_cache_types("q8_0", "q8_0"))
 
 
+def test_caches_of_windows_that_depend_on_the_micro_batch(gemma3_path: Path) -> None:
+    """Refused in Python; the command line takes the full size by itself."""
+    with pytest.raises(SettingsError, match=r"same_bits.*swa_full False.*512 tokens"):
+        Llama(str(gemma3_path), n_ctx=64, swa_full=False, same_bits=True, verbose=False)
+    pages = []
+    for option in ([], ["--same-bits"]):
+        command = [sys.executable, "-m", "kvtier", "run", str(gemma3_path), *option, "-c", "1280", "-ub", "128"]
+        prompt = " ".join(f"{i} and" for i in range(250))  # longer than a window and such a micro-batch
+        run = subprocess.run([*command, "-n", "1", "--json", "-p", prompt], capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr
+        result = json.loads(run.stdout)
+        pages.append(
+            (result["kv"]["tiers"]["host"]["n_pages"], -(-result["n_prompt"] // 32) * result["kv"]["n_layers"])
+        )
+    (ring, all_ring), (full, all_full) = pages
+    assert ring < all_ring and full == all_full
+
+
 def test_the_command(smollm2_path: Path) -> None:
     command = [sys.executable, "-m", "kvtier", "run", str(smollm2_path), "--same-bits", "-p", "One", "-n", "2"]
     run = subprocess.run([*command, "-c", "64", "--json"], capture_output=True, text=True, timeout=300)

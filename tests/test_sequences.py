@@ -161,6 +161,18 @@ def test_a_copied_stream_takes_only_the_pages_it_has(smollm2_path: Path) -> None
         assert c.domain.figures().tiers["host"].n_pages == 2 * before
 
 
+def test_layers_that_are_not_given_to_us_are_left_to_the_cpu_backend(smollm2_path: Path) -> None:
+    """Their caches lie in host memory, which we could read: but copying them into pages at every step is no help."""
+    with (
+        open_context(smollm2_path, ours=False) as stock,
+        open_context(smollm2_path, ours=True, n_gpu_layers=1) as ours,  # the output layer
+    ):
+        tokens = stock.tokenize(source_text(), 120)
+        for c in (stock, ours):
+            c.fill(tokens[:100])
+        np.testing.assert_array_equal(ours.feed(tokens[100:101], first=100), stock.feed(tokens[100:101], first=100))
+
+
 def test_without_flash_attention(smollm2_path: Path) -> None:
     """Not our way, but an answer all the same: the CPU backend computes over gathered rows."""
     with (

@@ -24,6 +24,10 @@ struct kvt_buf {
 void * kvt_buf_need(struct kvt_buf * b, size_t n_bytes); // 64-byte aligned; NULL: out of memory
 void kvt_buf_free(struct kvt_buf * b);
 
+// What a mask shows of each 32-token sub-page to each block of queries. Classes: NONE every entry is -inf; FULL every
+// entry is 0; MIXED anything else (the mask is added element by element).
+enum { KVT_VIS_NONE = 0, KVT_VIS_FULL = 1, KVT_VIS_MIXED = 2 };
+#define KVT_VIS_BLOCK 16 // queries per class entry when n_queries > 1
 struct kvt_visibility {
     int64_t n_kv, n_queries;
     size_t n_sub, n_blocks; // n_sub = ceil(n_kv/32), n_blocks = ceil(n_queries/KVT_VIS_BLOCK)
@@ -34,14 +38,15 @@ static inline const uint8_t * kvt_vis_row(const struct kvt_visibility * v, size_
     return (const uint8_t *) v->cls.p + block * v->n_sub;
 }
 static inline const uint8_t * kvt_vis_any(const struct kvt_visibility * v) { return (const uint8_t *) v->any.p; }
-// as kvt_visibility_compute for n_head masks that are nb_head bytes apart: a class holds for all heads
-int kvt_visibility_compute_heads(struct kvt_visibility * vis, const void * mask, size_t nb_query, size_t nb_head,
+// mask: F16 bits, rows of n_kv entries, `nb_query` bytes from query to query; NULL: everything is visible. A class
+// holds for all of n_head masks, `nb_head` bytes apart.
+int kvt_visibility_compute(struct kvt_visibility * vis, const void * mask, size_t nb_query, size_t nb_head,
     int64_t n_head, int64_t n_kv, int64_t n_queries, int n_threads);
 
 struct kvt_attention {
     int n_threads;
     struct kvt_attention_stats stats;
-    struct kvt_visibility vis; // for ops that bring none
+    struct kvt_visibility vis;
     struct kvt_buf pages, pieces, q, state, tiles, slots, probs, mass, recall, bounds, lost, summary;
     const uint32_t * pages_read; // of the last op, in `pages`
     size_t n_pages_read;

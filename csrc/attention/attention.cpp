@@ -71,14 +71,9 @@ static int check_op(const struct kvt_attention_op * op) {
 
 static int find_visibility(struct kvt_job * j) {
     const struct kvt_attention_op * op = j->op;
-    const struct kvt_visibility * v = op->vis;
-    if (v && (op->mask_nb_head == 0 || !op->mask) && v->n_kv == op->n_kv && v->n_queries == op->n_queries) {
-        j->vis = v;
-        return 0;
-    }
     const int64_t n_head = op->mask && op->mask_nb_head ? op->n_head_q : 1;
     j->vis = &j->a->vis;
-    return kvt_visibility_compute_heads(
+    return kvt_visibility_compute(
         &j->a->vis, op->mask, op->mask_nb_query, op->mask_nb_head, n_head, op->n_kv, op->n_queries, j->n_threads);
 }
 

@@ -25,17 +25,6 @@ struct kvt_page_source {
     int (*is_ready)(void * ctx, const uint32_t * pages, size_t n, uint8_t * out); // (optional) NULL: all are
 };
 
-// What a mask shows of each 32-token sub-page to each block of queries, worked out once per graph: all layers share it.
-// Classes: NONE every entry is -inf; FULL every entry is 0; MIXED anything else (the mask is added element by element).
-enum { KVT_VIS_NONE = 0, KVT_VIS_FULL = 1, KVT_VIS_MIXED = 2 };
-#define KVT_VIS_BLOCK 16 // queries per class entry when n_queries > 1
-struct kvt_visibility;
-// mask: F16 bits, rows of n_kv entries, `nb_query` bytes from query to query; NULL: everything is visible.
-int kvt_visibility_create(struct kvt_visibility ** out);
-int kvt_visibility_compute(
-    struct kvt_visibility * vis, const void * mask, size_t nb_query, int64_t n_kv, int64_t n_queries, int n_threads);
-void kvt_visibility_free(struct kvt_visibility * vis);
-
 // Attention mass of one array (a layer's cells of all streams), accumulated over decode steps. Plain arrays that Python
 // maps without copies. "Mass of a token": softmax probability summed over query heads, for one query.
 struct kvt_mass {
@@ -86,7 +75,6 @@ struct kvt_attention_op {
     size_t q_nb_query, q_nb_head; // F32 [d_k] rows, strides in bytes
     const char * mask;
     size_t mask_nb_query, mask_nb_head; // (optional) F16 [n_kv] rows; nb_head 0: shared by all heads
-    const struct kvt_visibility * vis;  // of this mask when mask_nb_head == 0; NULL: the op works it out itself
     char * dst;
     size_t dst_nb_query, dst_nb_head; // F32 [d_v_out] rows. A query that sees nothing gets zeros
     const struct kvt_page_source * source;

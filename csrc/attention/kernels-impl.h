@@ -23,7 +23,6 @@ static constexpr int width_of(int n_rows, int most) {
 // rows of one kernel call: a group of prefill's rows is a whole number of calls
 enum { SUB_VECS = KVT_SUB / VW, MAX_ROWS = V_MAX_ACC >= 24 ? 12 : V_MAX_ACC >= 12 ? 6 : 4 };
 
-// calls F<R>::run(args...) for the compile-time R equal to n
 // How many of n rows a call takes: any number of them gives the same bits, so there are no more than pay. A tile meets
 // groups of MAX_ROWS rows, and once some that are left over.
 template <bool TILE> static inline int rows_of_call(int n) {

@@ -61,7 +61,7 @@ static void scan_tasks(void * arg, int ith, int nth) {
     }
 }
 
-int kvt_visibility_compute_heads(struct kvt_visibility * v, const void * mask, size_t nb_query, size_t nb_head,
+int kvt_visibility_compute(struct kvt_visibility * v, const void * mask, size_t nb_query, size_t nb_head,
     int64_t n_head, int64_t n_kv, int64_t n_queries, int n_threads) {
     if (n_kv < 1 || n_queries < 1 || n_head < 1) return KVT_ERR_INVALID;
     const size_t n_sub = (size_t) (n_kv + KVT_SUB - 1) / KVT_SUB,
@@ -94,23 +94,4 @@ int kvt_visibility_compute_heads(struct kvt_visibility * v, const void * mask, s
         for (size_t s = 0; s < n_sub; s++) any[s] |= cls[b * n_sub + s] != KVT_VIS_NONE;
     }
     return 0;
-}
-
-extern "C" int kvt_visibility_create(struct kvt_visibility ** out) {
-    struct kvt_visibility * v = (struct kvt_visibility *) calloc(1, sizeof(*v));
-    if (!v) return KVT_ERR_NOMEM;
-    *out = v;
-    return 0;
-}
-
-extern "C" int kvt_visibility_compute(
-    struct kvt_visibility * v, const void * mask, size_t nb_query, int64_t n_kv, int64_t n_queries, int n_threads) {
-    return kvt_visibility_compute_heads(v, mask, nb_query, 0, 1, n_kv, n_queries, n_threads);
-}
-
-extern "C" void kvt_visibility_free(struct kvt_visibility * v) {
-    if (!v) return;
-    kvt_buf_free(&v->cls);
-    kvt_buf_free(&v->any);
-    free(v);
 }

@@ -223,22 +223,13 @@ static void buffer_memset_tensor(ggml_backend_buffer_t b, ggml_tensor * t, uint8
     memset((char *) t->data + off, value, size);
 }
 
-// Masks are F16. Without memory for the note the mask counts as never written, and is looked at anew by every layer.
-static void note_write(kvt_buffer * buffer, const void * address) {
-    static std::atomic<uint64_t> n_writes{ 0 };
-    try {
-        buffer->writes[address] = ++n_writes;
-    } catch (const std::bad_alloc&) { buffer->writes.clear(); }
-}
-
 static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void * data, size_t off, size_t size) {
-    kvt_buffer * buffer = static_cast<kvt_buffer *>(b->context);
+    GGML_UNUSED(b);
     if (kvt_root * root = kvt_root_of(t)) {
         guarded(root, [&] { return kvt_paged_write(root, (char *) t->data - root->base + off, size, data); });
         return;
     }
     memcpy((char *) t->data + off, data, size);
-    if (t->type == GGML_TYPE_F16) { note_write(buffer, t->data); }
 }
 
 static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void * data, size_t off, size_t size) {

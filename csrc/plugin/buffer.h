@@ -1,8 +1,9 @@
 #pragma once
 
-// The device's one buffer type. A buffer is a reserved address range: compute tensors, recurrent states and everything
-// else use it as plain memory; the K and V caches own ranges of it that are never touched, because their bytes live in
-// pages. A cache tensor is recognised by its name once, when llama.cpp initialises it, and by its address ever after.
+// The buffer type of the device's caches. A buffer is a reserved address range: recurrent states and whatever else
+// llama.cpp puts there use it as plain memory; the K and V caches own ranges of it that are never touched, because
+// their bytes live in pages. A cache tensor is recognised by its name once, when llama.cpp initialises it, and by its
+// address ever after.
 
 #include "domain.h"
 #include "ggml-api.h"
@@ -11,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 struct kvt_buffer;
@@ -51,10 +51,6 @@ struct kvt_buffer {
     std::mutex mutex;                             // guards the making of layers
     std::vector<std::unique_ptr<kvt_root>> roots; // sorted by base
     std::vector<std::unique_ptr<kvt_cache_layer>> layers;
-
-    // when tensors of this buffer were last written by llama.cpp, by address: tells whether a mask is still the same.
-    // The counter runs through all buffers, since a freed buffer's addresses come again.
-    std::unordered_map<const void *, uint64_t> writes;
 };
 
 ggml_backend_buffer_type_t kvt_buffer_type(void);

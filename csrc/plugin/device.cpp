@@ -57,9 +57,18 @@ static bool touches_cache(const ggml_tensor * op) {
     return false;
 }
 
+// In a buffer of another backend that outlives a step: the cache of a layer that was not given to us (fewer layers with
+// -ngl, or -nkvo). Its own backend computes with it as it lies; we would copy all of it into pages at every step.
+static bool lives_elsewhere(const ggml_tensor * t) {
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    const ggml_backend_buffer_t buffer = root->buffer ? root->buffer : t->buffer;
+    return buffer && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE && !kvt_is_our_buffer(buffer);
+}
+
 static bool is_native(const ggml_tensor * op) {
-    return (op->op == GGML_OP_SET_ROWS && kvt_set_rows_supported(op)) ||
-        (op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op));
+    if (op->op == GGML_OP_SET_ROWS) { return kvt_set_rows_supported(op) && !lives_elsewhere(op); }
+    return op->op == GGML_OP_FLASH_ATTN_EXT && kvt_flash_attn::supports(op) && !lives_elsewhere(op->src[1]) &&
+        !lives_elsewhere(op->src[2]);
 }
 
 // 0 or a negative kvt_error

@@ -42,8 +42,14 @@ int kvt_domain_state::add_layer(const kvt_array_params& params, const void * own
     const int rc = kvt_layer_make(store(), m_settings, failures, params, owner, &layer);
     if (rc != KVT_OK) { return rc; }
     kvt_layer * added = layer.get();
-    m_keep->add(kvt_array_id(added->array), added->mass);
-    layers.add(std::move(layer));
+    const uint32_t array = kvt_array_id(added->array);
+    m_keep->add(array, added->mass);
+    try {
+        layers.add(std::move(layer));
+    } catch (...) {
+        m_keep->remove(array); // its mass is gone with the layer
+        throw;
+    }
     *out = added;
     return KVT_OK;
 }

@@ -1,8 +1,10 @@
 #include "fallback.h"
 #include "last-error.h"
+#include "log.h"
 #include "paged-tensor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 static ggml_backend_dev_t cpu_device() { return g_ggml.ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU); }
@@ -127,7 +129,7 @@ void narrow(gathered& g) {
 void note_numbers(const ggml_tensor * node, std::vector<gathered>& all) {
     const ggml_tensor * src = node->src[0];
     if (node->op != GGML_OP_CPY || all.size() != 1 || kvt_root_of(node) != all[0].root || !notes_errors(all[0]) ||
-        !src || src->type != GGML_TYPE_F32 || src->nb[0] != sizeof(float) ||
+        !src || kvt_root_of(src) || src->type != GGML_TYPE_F32 || src->nb[0] != sizeof(float) ||
         !std::equal(node->ne, node->ne + GGML_MAX_DIMS, src->ne)) {
         return;
     }
@@ -169,7 +171,17 @@ static enum ggml_status run_one(ggml_backend_t cpu, ggml_tensor * node) {
     return status;
 }
 
+// llama.cpp computes attention itself, step by step, and each of them wants the whole cache as it would lie in memory.
+static void say_once_if_slow(const ggml_tensor * node) {
+    static std::atomic<bool> said{ false };
+    if (node->op == GGML_OP_MUL_MAT && kvt_root_of(node->src[0]) && !said.exchange(true)) {
+        kvt_log_error(
+            "kvtier: flash attention is off, and attention over pages is slow without it: start with -fa on\n");
+    }
+}
+
 int kvt_fallback::compute(ggml_tensor * node) {
+    say_once_if_slow(node);
     if (!start()) {
         return kvt_fail(
             KVT_ERR_UNSUPPORTED, "this ggml has no CPU backend to run %s on", g_ggml.ggml_op_name(node->op));

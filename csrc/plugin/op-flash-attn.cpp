@@ -5,22 +5,11 @@
 #include <cstring>
 #include <utility>
 
-static const size_t MAX_VISIBILITIES = 64;
+kvt_flash_attn::~kvt_flash_attn() { kvt_attention_free(m_attention); }
 
-kvt_flash_attn::~kvt_flash_attn() {
-    forget_visibilities();
-    kvt_attention_free(m_attention);
-}
+int kvt_flash_attn::open(int n_threads) { return kvt_attention_create(&m_attention, n_threads); }
 
-int kvt_flash_attn::open(int n_threads) {
-    m_n_threads = n_threads;
-    return kvt_attention_create(&m_attention, n_threads);
-}
-
-void kvt_flash_attn::set_n_threads(int n_threads) {
-    m_n_threads = n_threads;
-    kvt_attention_set_n_threads(m_attention, n_threads);
-}
+void kvt_flash_attn::set_n_threads(int n_threads) { kvt_attention_set_n_threads(m_attention, n_threads); }
 
 // K and V as an attention of the caches sees them: [d, n_kv, n_head, n_streams], heads adjacent in a row.
 static bool is_cache_view(const ggml_tensor * t, const kvt_root * root) {
@@ -64,33 +53,6 @@ static void fill_slopes(float max_bias, int64_t n_head, std::vector<float> * slo
     }
 }
 
-// One classification per mask and graph: every layer shares it. A mask that an operation produced is never kept.
-const kvt_visibility * kvt_flash_attn::visibility_of(
-    const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries) {
-    if (!mask || mask->ne[2] != 1) { return nullptr; }
-    const char * data = (const char *) mask->data + (stream % mask->ne[3]) * mask->nb[3];
-    const kvt_buffer * buffer = kvt_buffer_of(mask);
-    uint64_t written = 0;
-    if (buffer && mask->op == GGML_OP_NONE) {
-        const auto it = buffer->writes.find(mask->data);
-        written = it == buffer->writes.end() ? 0 : it->second;
-    }
-    visibility& entry = m_vis[data];
-    if (!entry.vis && kvt_visibility_create(&entry.vis) != KVT_OK) { return nullptr; }
-    if (written == 0 || entry.written != written || entry.n_kv != n_kv || entry.n_queries != n_queries ||
-        entry.buffer != buffer) {
-        if (kvt_visibility_compute(entry.vis, data, mask->nb[1], n_kv, n_queries, m_n_threads) != KVT_OK) {
-            entry.written = 0;
-            return nullptr;
-        }
-        entry.written = written;
-        entry.n_kv = n_kv;
-        entry.n_queries = n_queries;
-        entry.buffer = buffer;
-    }
-    return entry.vis;
-}
-
 // The pages that this step reads of a stream, for the next step's read-ahead.
 static void add_pages(const kvt_attention * attention, std::vector<uint32_t> * pages) {
     size_t n = 0;
@@ -110,7 +72,6 @@ int kvt_flash_attn::run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_laye
         a->mask = mask ? (const char *) mask->data + (s % mask->ne[3]) * mask->nb[3] : nullptr;
         a->mask_nb_query = mask ? mask->nb[1] : 0;
         a->mask_nb_head = mask && mask->ne[2] > 1 ? mask->nb[2] : 0;
-        a->vis = visibility_of(mask, s, a->n_kv, a->n_queries);
         a->dst = (char *) op->data + s * op->nb[3];
         a->dst_nb_head = op->nb[1];
         a->dst_nb_query = op->nb[2];
@@ -183,14 +144,7 @@ int kvt_flash_attn::run_plain(ggml_tensor * op, kvt_attention_op * a) {
     return run_streams(op, a, nullptr, nullptr, 0, pages.pages_per_stream());
 }
 
-// Masks move when graphs are planned anew, and what was worked out for old addresses is of no more use.
-void kvt_flash_attn::forget_visibilities() {
-    for (auto& it : m_vis) { kvt_visibility_free(it.second.vis); }
-    m_vis.clear();
-}
-
 int kvt_flash_attn::compute(ggml_tensor * op, bool * native) {
-    if (m_vis.size() > MAX_VISIBILITIES) { forget_visibilities(); }
     const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *sinks = op->src[4];
     float params[3];
     memcpy(params, op->op_params, sizeof(params));

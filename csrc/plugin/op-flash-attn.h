@@ -4,8 +4,6 @@
 
 #include "buffer.h"
 
-#include <map>
-
 // What an attention backend keeps between graphs.
 class kvt_flash_attn {
 public:
@@ -20,24 +18,13 @@ public:
     int compute(ggml_tensor * op, bool * native);
 
 private:
-    struct visibility {
-        kvt_visibility * vis = nullptr;
-        uint64_t written = 0;
-        int64_t n_kv = 0, n_queries = 0;
-        const void * buffer = nullptr;
-    };
-
     int run_streams(ggml_tensor * op, kvt_attention_op * a, kvt_layer * layer, std::vector<uint32_t> * seen,
         uint32_t page_first, uint32_t page_stride);
     int run_cached(ggml_tensor * op, kvt_attention_op * a, kvt_root * k, bool * native);
     int run_plain(ggml_tensor * op, kvt_attention_op * a);
-    const kvt_visibility * visibility_of(const ggml_tensor * mask, int64_t stream, int64_t n_kv, int64_t n_queries);
-    void forget_visibilities();
     void account(kvt_domain_state * dom);
 
     kvt_attention * m_attention = nullptr;
-    int m_n_threads = 1;
-    std::map<const void *, visibility> m_vis;
     std::vector<float> m_slopes;
     const void * m_first_array = nullptr; // the layer with which a step begins
     kvt_attention_stats m_seen = {};

@@ -129,7 +129,6 @@ struct layers {
 struct buffers {
     std::vector<float> q, dst;
     std::vector<uint16_t> mask;
-    kvt_visibility * vis = nullptr;
     kvt_attention_op op;
 
     buffers(const options& o, const kvt_geometry& geo, int n_queries) {
@@ -158,11 +157,7 @@ struct buffers {
         op.dst = (char *) dst.data();
         op.dst_nb_head = o.d_v_out() * sizeof(float);
         op.dst_nb_query = op.dst_nb_head * heads;
-        kvt_visibility_create(&vis);
-        kvt_visibility_compute(vis, op.mask, op.mask_nb_query, o.tokens, n_queries, o.threads);
-        op.vis = vis;
     }
-    ~buffers() { kvt_visibility_free(vis); }
 };
 
 static void decode(const options& o, kvt_format fmt, const char * isa, kvt_attention * a) {

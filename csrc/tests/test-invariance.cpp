@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "attention-problem.h"
+#include "selection.h"
 
 // queries first .. first+n-1 of the problem, computed as an operation of their own
 static std::vector<float> part(kvt_attention * a, const problem& p, int64_t first, int64_t n, int n_threads) {
@@ -147,29 +148,25 @@ static void neighbours(kvt_attention * a, const char * isa) {
     }
 }
 
-// usage: test-invariance [ISA [EVERY]]: one instruction set, every so many cases (where all would take too long)
 int main(int argc, char ** argv) {
-    const uint32_t every = argc > 2 ? (uint32_t) std::max(1, atoi(argv[2])) : 1;
-    int n_run = 0;
+    selection chosen(argc, argv);
     const char * isas[8];
     const size_t n_isa = kvt_isa_list(isas, 8);
     kvt_attention * a = nullptr;
     CHECK(kvt_attention_create(&a, 2) == 0);
     for (size_t i = 0; i < n_isa; i++) {
-        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
+        if (!chosen.takes_isa(isas[i])) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
         int n = 0;
         for (const scenario& c : scenarios()) {
-            if (seed % every == 0) n += batches(a, c, isas[i], seed);
+            if (chosen.takes_case(seed)) n += batches(a, c, isas[i], seed);
             seed++;
         }
-        n_run++;
         places(a, isas[i]);
         neighbours(a, isas[i]);
         printf("%-11s %d parts of batches have the bits of the whole\n", isas[i], n);
     }
     kvt_attention_free(a);
-    CHECK(n_run > 0);
     return check_summary();
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "keys-fixture.h"
+#include "selection.h"
 
 struct shape {
     int n_head_kv, group, d, page_tokens, n_queries, n_kv;
@@ -566,13 +567,17 @@ int main(int argc, char ** argv) {
         kvt_attention_free(a);
         return rc;
     }
+    selection chosen(argc, argv);
     for (size_t i = 0; i < n_isa; i++) {
-        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
+        if (!chosen.takes_isa(isas[i])) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
         for (const shape& c : shapes()) {
-            certificate(a, c, random_inputs(c, seed));
-            output(a, c, seed++);
+            if (chosen.takes_case(seed)) {
+                certificate(a, c, random_inputs(c, seed));
+                output(a, c, seed);
+            }
+            seed++;
         }
         shape c = BASE;
         c.absent_every = 4;

@@ -5,6 +5,7 @@
 
 #include "../attention/summary.h"
 #include "attention-fixture.h"
+#include "selection.h"
 
 struct scenario {
     int n_head_kv, group, d_k, d_v, n_queries, n_kv;
@@ -331,16 +332,20 @@ static void refusals() {
 }
 
 int main(int argc, char ** argv) {
+    selection chosen(argc, argv);
     const char * isas[8];
     const size_t n_isa = kvt_isa_list(isas, 8);
     kvt_attention * a = nullptr;
     CHECK(kvt_attention_create(&a, 2) == 0);
     const std::vector<scenario> all = scenarios();
     for (size_t i = 0; i < n_isa; i++) {
-        if (argc > 1 && strcmp(argv[1], isas[i]) != 0) continue;
+        if (!chosen.takes_isa(isas[i])) continue;
         CHECK(kvt_isa_select(isas[i]) == 0);
         uint32_t seed = 1;
-        for (const scenario& c : all) run(a, c, seed++, isas[i]);
+        for (const scenario& c : all) {
+            if (chosen.takes_case(seed)) run(a, c, seed, isas[i]);
+            seed++;
+        }
     }
     refusals();
     kvt_attention_free(a);

@@ -24,7 +24,7 @@ from ..measuring.stock import Stock, look
 from ..outputs import require_writable
 from . import ui
 from .measured import default_threads, find_model, terminable, write_file
-from .options import BATCH, TOKENS, option
+from .options import BATCH, TOKENS, option, text_option
 from .texts import read_text
 
 
@@ -38,13 +38,7 @@ def _chosen(only: tuple[str, ...], reference: str | None, in_tasks: bool) -> tup
 
 @click.command("eval", context_settings={"show_default": True})
 @click.argument("model", default="smollm2")
-@option(
-    "-f",
-    "--file",
-    "text_file",
-    type=click.Path(path_type=Path),
-    help="UTF-8 text.  [default: sources of Python's standard library]",
-)
+@text_option
 @option(
     "--prefix", "n_prefix", type=TOKENS, default="6000", metavar="TOKENS", help="Tokens processed in batches first."
 )

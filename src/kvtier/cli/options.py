@@ -103,6 +103,30 @@ def option(*names: str, **attrs: Any) -> Callable[[F], F]:
     return click.option(*names, envvar="KVTIER_" + long_name[2:].replace("-", "_").upper(), show_envvar=False, **attrs)
 
 
+# one option each, of several commands
+hf_repo_option = option(
+    "-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead."
+)
+context_option = option(
+    "-c",
+    "--ctx",
+    "--ctx-size",
+    "n_ctx",
+    type=CONTEXT,
+    default="0",
+    metavar="TOKENS",
+    help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
+)
+ubatch_option = option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
+text_option = option(
+    "-f",
+    "--file",
+    "text_file",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text.  [default: sources of Python's standard library]",
+)
+
+
 def not_utf8(what: str, byte: int, at: int) -> UsageError:
     """The error for text with a byte that UTF-8 does not have there."""
     return UsageError(

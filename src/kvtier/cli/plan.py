@@ -17,24 +17,15 @@ from ..model.plan import BoundedBytes, CacheBytes, Machine, Plan, PlanRequest, c
 from ..settings import KVSettings
 from ..sizes import format_bytes
 from . import ui
-from .options import BATCH, CONTEXT, FORMAT, option
+from .options import BATCH, FORMAT, context_option, hf_repo_option, option, ubatch_option
 
 
 @click.command("plan", context_settings={"show_default": True})
 @click.argument("model", required=False)
-@option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option(
-    "-c",
-    "--ctx",
-    "--ctx-size",
-    "n_ctx",
-    type=CONTEXT,
-    default="0",
-    metavar="TOKENS",
-    help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
-)
+@hf_repo_option
+@context_option
 @option("-b", "--batch-size", type=BATCH, default=512, help="Most tokens that one call of llama.cpp gets.")
-@option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
+@ubatch_option
 @option("-np", "--parallel", type=click.IntRange(1, 256), default=1, help="Sequences.")
 @option(
     "-ctk",

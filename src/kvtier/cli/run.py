@@ -22,6 +22,8 @@ from .options import (
     FORMAT,
     FiniteRange,
     OneOfParam,
+    context_option,
+    hf_repo_option,
     known_policy,
     kv_options,
     kv_settings,
@@ -30,6 +32,7 @@ from .options import (
     policy_option,
     require_utf8,
     require_utf8_path,
+    ubatch_option,
 )
 from .signals import StopFlag, unless_hung_up
 from .streaming import streaming
@@ -66,17 +69,8 @@ class _Job:
 @click.command("run", context_settings={"show_default": True})
 @click.argument("model", required=False)
 @option("-m", "--model", "model_option", metavar="MODEL", help="The same as the argument MODEL.")
-@option("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="Take the model from a Hugging Face repository instead.")
-@option(
-    "-c",
-    "--ctx",
-    "--ctx-size",
-    "n_ctx",
-    type=CONTEXT,
-    default="0",
-    metavar="TOKENS",
-    help="Context, e.g. 8192, 32k or 1.5k; 0: what the model was trained for.",
-)
+@hf_repo_option
+@context_option
 @option("-p", "--prompt", help="The prompt.")
 @option(
     "-f",
@@ -127,7 +121,7 @@ class _Job:
     default=512,
     help="Most tokens that one call of llama.cpp gets; fewer with lossy fidelity and a small budget.",
 )
-@option("-ub", "--ubatch-size", type=BATCH, default=512, help="Tokens computed together during prefill.")
+@ubatch_option
 @option(
     "-ctk",
     "--cache-type-k",
@@ -227,7 +221,8 @@ def command(
         with stop.raising():
             path = _find_model(model, hf_repo)
         # a conversation takes back the end of its context, and the window then reaches further back than it did
-        job = _job(path, settings, options, swa_full=options["swa_full"] or text is None)
+        swa_full = options["swa_full"] or options["same_bits"] or text is None
+        job = _job(path, settings, options, swa_full)
         sampling = _sampling(options, in_chat=text is None)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")

@@ -14,7 +14,7 @@ from ..outputs import aside, require_writable
 from ..sizes import format_bytes
 from . import ui
 from .measured import default_threads, find_model
-from .options import TOKENS, option
+from .options import TOKENS, option, text_option
 from .signals import StopFlag, unless_hung_up
 from .texts import read_text
 
@@ -26,13 +26,7 @@ def command() -> None:
 
 @command.command("record", context_settings={"show_default": True})
 @click.argument("model", default="smollm2")
-@option(
-    "-f",
-    "--file",
-    "text_file",
-    type=click.Path(path_type=Path),
-    help="UTF-8 text.  [default: sources of Python's standard library]",
-)
+@text_option
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The trace to write."
 )

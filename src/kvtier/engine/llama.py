@@ -81,8 +81,8 @@ class Llama(GuardedLlama):
         policy: decides which pages stay in RAM: a name of kvtier.policies.names(), or an object with `name` and `plan`.
             None: the library's own choice, by last use; with fidelity lossy, where what leaves is gone, "adaptive".
         same_bits: one answer, however it was computed: logits are equal to the last bit whether tokens come one by one
-            or in batches of any size, with any number of threads. Needs fidelity exact, and refuses what llama.cpp
-            cannot do (docs/same-bits.md).
+            or in batches of any size, with any number of threads. Needs fidelity exact and caches of the full size
+            (swa_full), and refuses what llama.cpp cannot do (docs/same-bits.md).
         n_batch: most tokens that one call of llama.cpp gets; with lossy fidelity fewer where half of the budget is
             fewer.
         type_k, type_v: the cache types that llama.cpp sees, as ggml type numbers or names. None: f16, but q8_0 or less
@@ -147,6 +147,7 @@ class Llama(GuardedLlama):
         header, kwargs = arguments.for_model(headers, kwargs)
         if same_bits:
             samebits.check_settings(settings)
+            samebits.check_windows(header, kwargs.get("swa_full"))
         nominal = cache_types(settings, header, *asked)
         if settings.fidelity == "lossy":
             kwargs["n_batch"] = fitting_batch(shape_of(header), settings, kwargs["n_batch"])
@@ -249,7 +250,8 @@ class Llama(GuardedLlama):
         done = 0
         while done < len(tokens):
             # what a lossy cache drops depends on how many tokens come at once, so there it stays with n_batch
-            n = self.n_batch if self._kv.settings.fidelity == "lossy" else self._pace.piece(self.n_batch)
+            is_lossy = self._kv.settings.fidelity == "lossy"
+            n = self.n_batch if is_lossy else self._pace.piece(self.n_batch, self.context_params.n_ubatch)
             super().eval(tokens[done : done + n])
             done += n
 

@@ -142,16 +142,20 @@ class Pace:
         if kind in self._threads:
             self._threads[kind].step(step, load)
 
-    def piece(self, n_most: int) -> int:
-        """How many tokens of a prompt to compute at once, at most `n_most`: fewer where that would take long.
+    def piece(self, n_batch: int, n_ubatch: int) -> int:
+        """How many tokens of a prompt to compute at once, at most `n_batch`: fewer where that would take long.
 
         Threads can change only between computations. All pieces are multiples of LEAST_PIECE tokens, so that the tokens
-        after them stand in the same places of llama.cpp's tiles and the numbers are the same.
+        after them stand in the same places of llama.cpp's tiles and the numbers are the same. Batches and micro-batches
+        that do not begin at such places are not cut.
         """
         if self._given["prefill"] is not None or self._processors.limit == 1 or self._token_s <= 0:
-            return n_most
+            return n_batch
+        n_ubatch = min(n_batch, n_ubatch)
+        if n_batch % LEAST_PIECE or (n_ubatch % LEAST_PIECE and LEAST_PIECE % n_ubatch):
+            return n_batch
         n = int(PIECE_S / self._token_s) // LEAST_PIECE * LEAST_PIECE
-        return min(n_most, max(LEAST_PIECE, n))
+        return min(n_batch, max(LEAST_PIECE, n))
 
     def _number(self, kind: Kind) -> int:
         given = self._given[kind]

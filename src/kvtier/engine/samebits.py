@@ -45,6 +45,20 @@ def check_settings(settings: KVSettings) -> None:
         )
 
 
+def check_windows(header: GgufHeader, swa_full: bool | None) -> None:
+    """Raise SettingsError for caches of a sliding window's size: which cell a token gets follows from the micro-batch.
+
+    Sums are ordered by cell. `swa_full` None is llama.cpp's own default, the full size.
+    """
+    window = shape_of(header).n_swa
+    if window and swa_full is not None and not swa_full:
+        raise SettingsError(
+            f"same_bits is asked for with swa_full {swa_full}: in a cache of only the sliding window ({window:,} "
+            "tokens) sums are ordered by the size of the micro-batch",
+            "Leave swa_full out.",
+        )
+
+
 def extra_buffers_allowed(headers: Iterable[GgufHeader], lora: str | Path | None = None) -> bool:
     """Whether the model may have repacked weights (llama.cpp's `use_extra_bufts`) and still give the same bits.
 

@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 GLIBC = "2.28"  # Debian 10, Ubuntu 20.04, RHEL 8, and whatever is newer
@@ -84,15 +86,38 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
+@contextmanager
+def libcxx_beside(work: Path) -> Iterator[None]:
+    """Has zig compile its libc++ while the block runs.
+
+    It does so once, on one processor, when something is linked with these options, and keeps it. Should that fail, the
+    link of the library says why.
+    """
+    source = work / "empty.cpp"
+    source.write_text("int nothing;\n")
+    options = (f"--target={platform.machine()}-linux-gnu.{GLIBC}", "-fPIC", "-O3", "-DNDEBUG", "-s", "-shared")
+    link = subprocess.Popen(
+        [zig(), "c++", *options, "-o", work / "empty.so", source],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        link.wait()
+
+
 def build() -> Path:
     """Builds the wheel; returns its path in dist/."""
     toolchain = f"cmake.args=-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / 'kvtier-portable.cmake'}"
     with tempfile.TemporaryDirectory() as work:
         plain = Path(work, "plain")
-        run(
-            *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", plain),
-            *("-C", f"build-dir={BUILD}", "-C", toolchain, ROOT),
-        )
+        with libcxx_beside(Path(work)):
+            run(
+                *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", plain),
+                *("-C", f"build-dir={BUILD}", "-C", toolchain, ROOT),
+            )
         repaired = Path(work, "repaired")
         run(
             *(sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat"),

@@ -1,8 +1,8 @@
 #include "team.h"
 
 #include <atomic>
+#include <exception>
 #include <future>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -71,7 +71,7 @@ static void run_plain_threads(int n_threads, const team& t) {
         for (int i = 1; i < n_threads; i++) {
             others.emplace_back([&t, i, n_team] { t.fn(t.arg, i, n_team.get()); });
         }
-    } catch (const std::system_error&) {}
+    } catch (const std::exception&) {} // no thread, or no memory for one
     const int n_started = 1 + (int) others.size();
     counted.set_value(n_started);
     t.fn(t.arg, 0, n_started);

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -90,17 +90,21 @@ def _recording(prefixes: str, n_tokens: str) -> Callable[[F], F]:
     return decorate
 
 
-@command.command("train", context_settings={"show_default": True})
-@click.argument("texts", nargs=-1, required=True)
-@click.option(
+_OUTPUT: Final = click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write."
 )
-@click.option(
+_HELD_OUT: Final = click.option(
     "--held-out",
     multiple=True,
     metavar="TEXT",
     help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]",
 )
+
+
+@command.command("train", context_settings={"show_default": True})
+@click.argument("texts", nargs=-1, required=True)
+@_OUTPUT
+@_HELD_OUT
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=6000, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the first weights and the order of examples.")
 @_recording("1k,3k,6k", "768")
@@ -133,15 +137,8 @@ def train_command(
     type=click.Path(path_type=Path),
     help="The scorer to begin with.  [default: the one of the package]",
 )
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The scorer to write."
-)
-@click.option(
-    "--held-out",
-    multiple=True,
-    metavar="TEXT",
-    help="Text to judge by; may be repeated.  [default: the last 30 % of each TEXT]",
-)
+@_OUTPUT
+@_HELD_OUT
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=200, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the order of examples.")
 @_recording("2k,4k", "512")
